@@ -1,0 +1,338 @@
+"""What was asked for: every setting of the suite, in frozen types that are checked once.
+
+A value of these types is valid wherever it appears: YAML files and command-line text are checked
+when they become one (`parse_yaml`), and no code behind that border checks them again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from oasis_eval.errors import SpecError
+
+Dtype = Literal["fp32", "bf16", "fp16"]
+Granularity = Literal["tensor", "channel", "token", "group"]
+RangeEstimator = Literal["dynamic", "minmax", "running_minmax", "percentile", "mse"]
+Backend = Literal["none", "fake", "torch", "bitsandbytes", "quanto", "torchao"]
+Execution = Literal["none", "fake", "real"]
+Region = Literal[
+    "linear_inputs",
+    "linear_outputs",
+    "attention_scores",
+    "attention_probs",
+    "attention_context",
+    "attention_gate",
+    "kv_cache",
+    "depth_router",
+    "depth_weights",
+    "depth_sources",
+    "residual",
+    "embedding",
+    "lm_head",
+]
+
+
+class Spec(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def content_hash(self) -> str:
+        """Return the SHA-256 of the value's canonical JSON, as 64 hex digits."""
+        return content_hash(self.model_dump(mode="json"))
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+class HubSource(Spec):
+    """A repository on the Hugging Face hub."""
+
+    kind: Literal["hub"] = "hub"
+    repo: str
+    """`owner/name`."""
+    revision: str
+    """Commit hash, tag or branch; a commit hash makes the card reproducible."""
+
+
+class DirSource(Spec):
+    """A local folder in Hugging Face layout with safetensors weights."""
+
+    kind: Literal["dir"] = "dir"
+    path: str
+
+
+class GgufSource(Spec):
+    """A local GGUF file."""
+
+    kind: Literal["gguf"] = "gguf"
+    path: str
+
+
+class PackageSource(Spec):
+    """Weights that an installed Python package carries."""
+
+    kind: Literal["package"] = "package"
+    package: str
+    """Import name of the package."""
+    install: str
+    """The command that installs it, printed when it is missing."""
+    file: str | None = None
+    """fnmatch pattern of the GGUF file inside the package; exactly one file may match."""
+    assemble: str | None = None
+    """`module:function` that returns the path of the GGUF file, where it comes in parts."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if (self.file is None) == (self.assemble is None):
+            raise ValueError("exactly one of 'file' and 'assemble' must be given")
+        return self
+
+
+Source = Annotated[HubSource | DirSource | GgufSource | PackageSource, Field(discriminator="kind")]
+
+
+class ModelCard(Spec):
+    """One model: where its weights are and what it is called in tables."""
+
+    name: str = Field(min_length=1)
+    """What `evaluate` is given."""
+    family: str
+    """`model_type` of its configuration, for example `llama`; a mismatch is refused."""
+    variant: str = "plain"
+    """Architecture variant, for example `vanilla`, `oasis`; `plain` for an unmodified model."""
+    source: Source
+    dtype: Dtype | None = None
+    """Dtype of the stored weights, where the source is known to have one."""
+    label: str
+    """Row label in tables; says when weights were quantized before (GGUF)."""
+    context_length: int | None = Field(default=None, ge=1)
+    """Positions the model was trained for; None: the configuration's."""
+
+
+# --- quantization -----------------------------------------------------------------------------
+
+
+class TensorFormat(Spec):
+    """Integer format of one kind of tensor.
+
+    Levels: symmetric -(2^(b-1)-1)..2^(b-1)-1; asymmetric 0..2^b-1, range extended to hold 0.
+    """
+
+    bits: int = Field(ge=2, le=8)
+    granularity: Granularity
+    """What shares one scale: the tensor, an output channel, a token, or a group of inputs."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Inputs per group; the last group of a row may be shorter and the coverage says so."""
+    symmetric: bool = True
+    ranges: RangeEstimator = "minmax"
+    """`dynamic` (activations only): from the tensor at hand. Others: fixed before evaluation."""
+    percentile: float = Field(default=100.0, gt=50.0, le=100.0)
+    """Upper percentile kept as range (the lower one mirrors it); 100 is the extremes."""
+    momentum: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """Weight of the old range in `running_minmax`."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.granularity == "group") != (self.group_size is not None):
+            raise ValueError("'group_size' goes with granularity 'group' and with no other")
+        if self.ranges == "percentile" and self.percentile == 100.0:
+            raise ValueError("ranges 'percentile' needs a 'percentile' below 100")
+        if self.percentile < 100.0 and self.ranges not in ("percentile", "running_minmax"):
+            raise ValueError(f"'percentile' does not apply to ranges {self.ranges!r}")
+        return self
+
+
+class Calibration(Spec):
+    """Text that fixes static activation ranges."""
+
+    corpus: str = "builtin"
+    """`builtin` (the text shipped with the suite), a data-set name of `tasks`, or a path."""
+    split: str | None = None
+    """Split of a named data set."""
+    num_batches: int = Field(default=4, ge=1)
+    batch_size: int = Field(default=1, ge=1)
+    length: int = Field(default=512, ge=2)
+    """Tokens per sequence."""
+    seed: int = 0
+    """Which sequences of the text are taken."""
+    special_tokens: bool = True
+    """Whether the tokenizer's default special tokens head each sequence."""
+
+
+class QuantScheme(Spec):
+    """What is quantized, how, and by whom."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    """One line for `oasis-eval schemes` and table footnotes."""
+    backend: Backend = "fake"
+    execution: Execution = "fake"
+    dtype: Dtype | None = None
+    """Compute dtype of a reference scheme (`fp32`, `bf16`, `fp16`); None: the run's."""
+    weights: TensorFormat | None = None
+    activations: TensorFormat | None = None
+    regions: tuple[Region, ...] = ("linear_inputs",)
+    """Where `activations` applies; weights of every covered Linear follow `weights`."""
+    skip: tuple[str, ...] = ()
+    """fnmatch patterns on whole dotted module names; the LM head stays protected besides."""
+    calibration: Calibration | None = None
+    """Required by static activation ranges."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.backend == "none") != (self.execution == "none"):
+            raise ValueError("backend 'none' goes with execution 'none'")
+        quantizes = self.weights is not None or self.activations is not None
+        if (self.execution == "none") == quantizes:
+            raise ValueError("a scheme quantizes weights or activations unless execution is 'none'")
+        if self.execution == "none" and self.dtype is None:
+            raise ValueError("a reference scheme states its 'dtype'")
+        if self.weights is not None:
+            if self.weights.ranges in ("dynamic", "running_minmax"):
+                raise ValueError(f"weights cannot have ranges {self.weights.ranges!r}")
+            if self.weights.granularity == "token":
+                raise ValueError("weights have no tokens: use 'channel', 'group' or 'tensor'")
+        if self.activations is not None:
+            static = self.activations.ranges != "dynamic"
+            if static and self.calibration is None:
+                raise ValueError("static activation ranges need 'calibration'")
+            if static and self.activations.granularity not in ("tensor", "channel"):
+                raise ValueError("static activation ranges are per 'tensor' or per 'channel'")
+            if not self.regions:
+                raise ValueError("'activations' need at least one region")
+        return self
+
+    @property
+    def is_static(self) -> bool:
+        """Whether activation ranges are fixed by calibration."""
+        return self.activations is not None and self.activations.ranges != "dynamic"
+
+
+# --- runs -------------------------------------------------------------------------------------
+
+
+class TaskRef(Spec):
+    """One task, how it is scored, and on which text."""
+
+    name: str
+    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, or the name of a task file."""
+    protocol: str
+    """Named protocol; for GSM8K it is `gsm8k-5shot` or one with another number of shots."""
+    data: str | None = None
+    """Local file that replaces the data set, same code path; None: the hub."""
+    limit: int | None = Field(default=None, ge=1)
+    """Windows or blocks (perplexity), documents (rolling protocols), questions (GSM8K)."""
+    max_new_tokens: int = Field(default=256, ge=1)
+    """Generation budget of a question."""
+    chat_template: bool = False
+    """Whether prompts go through the tokenizer's chat template."""
+
+
+class RunSpec(Spec):
+    """One cell: a model under a scheme on a task."""
+
+    model: str
+    scheme: QuantScheme
+    task: TaskRef
+    dtype: Dtype
+    """Dtype in which a quantized model computes; a reference scheme brings its own."""
+    seed: int = 0
+    batch_size: int = Field(default=1, ge=1)
+    device: str = "cpu"
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+class TableSpec(Spec):
+    """Rows, columns and decorations of a result table."""
+
+    name: str = "results"
+    caption: str | None = None
+    rows: tuple[Literal["model", "variant", "scheme", "seed"], ...] = ("model",)
+    columns: tuple[Literal["model", "variant", "scheme", "task", "protocol", "metric"], ...] = (
+        "task",
+        "metric",
+        "scheme",
+    )
+    metrics: tuple[str, ...] = ("token_perplexity", "word_perplexity", "pass@1")
+    baseline: str | None = None
+    """Row label (or scheme, when rows are schemes) that relative changes refer to."""
+
+
+# --- parsing ----------------------------------------------------------------------------------
+
+SpecT = TypeVar("SpecT", bound=Spec)
+MAX_YAML_BYTES = 1 << 20
+
+
+def content_hash(value: object) -> str:
+    """Return the SHA-256 of `value` as canonical JSON (sorted keys, no spaces), 64 hex digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _NoAliasLoader(yaml.SafeLoader):
+    """Safe YAML without aliases, which is how a few lines become gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> object:
+    """Read one YAML file of at most 1 MiB without aliases or tags.
+
+    Raises:
+        SpecError: The file is missing, too large or no YAML.
+    """
+    try:
+        if path.stat().st_size > MAX_YAML_BYTES:
+            raise SpecError(f"{path}: larger than 1 MiB; specifications are short YAML files")
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_NoAliasLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def parse(kind: type[SpecT], value: object, *, origin: str) -> SpecT:
+    """Check `value` (from YAML or JSON) and turn it into `kind`.
+
+    Args:
+        kind: The settings type.
+        value: Mapping of its fields.
+        origin: What the error message calls the input, usually a path.
+
+    Raises:
+        SpecError: One line with every wrong key, what was found and what is expected.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise SpecError(f"{origin}: {explain(error, kind)}") from error
+
+
+def explain(error: ValidationError, kind: type[BaseModel]) -> str:
+    """Put a pydantic error into one line: key, what was found, what was expected."""
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or kind.__name__
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(sorted(kind.model_fields))
+            parts.append(f"unknown key {where!r} (known: {known})")
+        elif item["type"] == "missing":
+            parts.append(f"key {where!r} is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            shown = "" if isinstance(item["input"], dict) else f", found {item['input']!r:.80}"
+            parts.append(f"{where}: {message}{shown}")
+    return "; ".join(parts)

@@ -1,0 +1,297 @@
+"""Text for training, calibration, perplexity and diagnostics: files or data sets become rows.
+
+The one idea: whatever the origin (hub data set, text, jsonl or parquet file), a corpus is the same
+rows in the same order, with the hash of exactly what was read. How rows become a stream or
+documents is decided here once, so no two uses of a text can differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from oasis_eval.errors import DataError, UnknownNameError
+from oasis_eval.paths import data_folder
+from oasis_eval.record import DataInfo
+
+Layout = Literal["wikitext", "plain", "documents", "sentences"]
+Row = dict[str, str]
+
+_HEADING = re.compile(r"^ = [^=].*[^=] = \n?$")
+_HELD_OUT_PER_MILLE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class HubData:
+    """Where a named data set lives on the hub."""
+
+    repo: str
+    config: str | None
+    split: str
+    revision: str
+    columns: tuple[str, ...]
+    layout: Layout
+    held_out: bool = False
+    """Keep only our own held-out rows, for sets that have no test split."""
+
+
+DATA_SETS: dict[str, HubData] = {
+    "wikitext2": HubData(
+        repo="Salesforce/wikitext",
+        config="wikitext-2-raw-v1",
+        split="test",
+        revision="b08601e04326c79dfdd32d625aee71d232d685c3",
+        columns=("text",),
+        layout="wikitext",
+    ),
+    "wiki40b": HubData(
+        repo="google/wiki40b",
+        config="en",
+        split="validation",
+        revision="main",
+        columns=("text",),
+        layout="documents",
+    ),
+    "bookcorpus": HubData(
+        repo="rojagtap/bookcorpus",
+        config=None,
+        split="train",
+        revision="main",
+        columns=("text",),
+        layout="sentences",
+        held_out=True,
+    ),
+    "gsm8k": HubData(
+        repo="openai/gsm8k",
+        config="main",
+        split="test",
+        revision="e53f048856ff4f594e959d75785d2c2d37b678ee",
+        columns=("question", "answer"),
+        layout="documents",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Rows of one data set or file."""
+
+    name: str
+    origin: str
+    """Path of the file, or `repository@revision`."""
+    split: str | None
+    layout: Layout
+    rows: tuple[Row, ...]
+    sha256: str
+
+    @property
+    def info(self) -> DataInfo:
+        """What a record stores about the text."""
+        return DataInfo(
+            name=self.name,
+            origin=self.origin,
+            split=self.split,
+            sha256=self.sha256,
+            num_rows=len(self.rows),
+        )
+
+    def texts(self) -> list[str]:
+        """Return the `text` of every row."""
+        return [row["text"] for row in self.rows]
+
+    def raw(self) -> str:
+        """Return the text as the file has it: WikiText rows carry their own line ends."""
+        return ("" if self.layout in ("wikitext", "plain") else "\n").join(self.texts())
+
+    def stream(self) -> str:
+        """Return one string: rows joined with two newlines, empty rows kept (GPTQ's convention)."""
+        return "\n\n".join(self.texts())
+
+    def documents(self) -> list[str]:
+        """Return whole documents.
+
+        WikiText rows are lines: a document runs from one level-one heading to the next. Every
+        other row is a document by itself.
+        """
+        if self.layout != "wikitext":
+            return self.texts()
+        documents: list[list[str]] = [[]]
+        for line in self.texts():
+            if _HEADING.match(line) and documents[-1]:
+                documents.append([])
+            # The published rows drop the single space of an empty line; the file has it back.
+            documents[-1].append(line or " \n")
+        return ["".join(lines) for lines in documents]
+
+
+def load(name: str, *, split: str | None = None, data: str | None = None) -> Corpus:
+    """Load a named data set from the hub, or the local file that stands in for it.
+
+    Args:
+        name: Key of `DATA_SETS`.
+        split: Another split than the data set's default; ignored for a local file.
+        data: Local `.txt`, `.raw`, `.jsonl` or `.parquet` file.
+
+    Raises:
+        DataError: The data cannot be had, is empty, or lacks a column. One line, naming the set,
+            the cause and the local-file option.
+        UnknownNameError: No such data set.
+    """
+    if name not in DATA_SETS:
+        raise UnknownNameError("data set", name, DATA_SETS)
+    hub = DATA_SETS[name]
+    if data is not None:
+        return _load_file(name, Path(data).expanduser(), hub, split)
+    return _load_hub(name, hub, split or hub.split)
+
+
+def load_text_file(path: Path) -> Corpus:
+    """Load a text, jsonl or parquet file that stands for no named data set.
+
+    Raises:
+        DataError: The file is missing, empty, or has no `text`.
+    """
+    plain = HubData(
+        repo="", config=None, split="", revision="", columns=("text",), layout="documents"
+    )
+    return _load_file(path.name, path, plain, None)
+
+
+def builtin() -> Corpus:
+    """Return the prose that ships with the suite, used for calibration when no other is named."""
+    path = data_folder("tasks") / "text" / "calibration.txt"
+    corpus = load_text_file(path)
+    return Corpus(
+        name="builtin",
+        origin="oasis-eval:calibration.txt",
+        split=None,
+        layout=corpus.layout,
+        rows=corpus.rows,
+        sha256=corpus.sha256,
+    )
+
+
+def _corpus(name: str, origin: str, split: str | None, layout: Layout, rows: Iterable[Row]) -> Corpus:
+    kept = tuple(rows)
+    if not any(value.strip() for row in kept for value in row.values()):
+        raise DataError(f"{name}: {origin} holds no text ({len(kept)} rows)")
+    digest = hashlib.sha256()
+    for row in kept:
+        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode())
+        digest.update(b"\n")
+    return Corpus(
+        name=name,
+        origin=origin,
+        split=split,
+        layout=layout,
+        rows=kept,
+        sha256=digest.hexdigest(),
+    )
+
+
+# --- files ------------------------------------------------------------------------------------
+
+
+def _load_file(name: str, path: Path, hub: HubData, split: str | None) -> Corpus:
+    if not path.is_file():
+        raise DataError(f"{name}: {path} is no file; expected a text, jsonl or parquet file")
+    suffix = path.suffix.lower()
+    try:
+        if suffix in (".jsonl", ".json"):
+            rows = list(_json_rows(name, path, hub.columns))
+        elif suffix == ".parquet":
+            rows = list(_parquet_rows(name, path, hub.columns))
+        elif hub.columns == ("text",):
+            return _corpus(name, str(path), split, *_text_rows(path))
+        else:
+            raise DataError(f"{name}: {path} must be jsonl or parquet with {_names(hub.columns)}")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name}: {path} is not UTF-8 text ({error.reason})") from error
+    except OSError as error:
+        raise DataError(f"{name}: {path} cannot be read ({error.strerror})") from error
+    return _corpus(name, str(path), split, hub.layout, rows)
+
+
+def _text_rows(path: Path) -> tuple[Layout, list[Row]]:
+    """Read a text file: WikiText layout if it has level-one headings, else one document."""
+    with path.open(encoding="utf-8", newline="") as file:
+        text = file.read()
+    lines = text.split("\n")
+    lines = lines[:-1] if lines[-1] == "" else lines
+    if not any(_HEADING.match(line) for line in lines):
+        return "plain", [{"text": text}]
+    # As the published rows: an empty line is an empty string, any other ends in a newline.
+    return "wikitext", [{"text": f"{line}\n" if line.strip() else ""} for line in lines]
+
+
+def _json_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{name}: {path}:{number} is not JSON") from error
+            yield _row(name, f"{path}:{number}", row, columns)
+
+
+def _parquet_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowInvalid as error:
+        raise DataError(f"{name}: {path} is not a parquet file") from error
+    for number, row in enumerate(table.to_pylist()):
+        yield _row(name, f"{path} row {number}", row, columns)
+
+
+def _row(name: str, where: str, row: object, columns: tuple[str, ...]) -> Row:
+    if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in columns):
+        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise DataError(f"{name}: {where} must have text columns {_names(columns)}; found {found}")
+    return {key: row[key] for key in columns}
+
+
+def _names(columns: tuple[str, ...]) -> str:
+    return " and ".join(repr(column) for column in columns)
+
+
+# --- hub --------------------------------------------------------------------------------------
+
+
+def _load_hub(name: str, hub: HubData, split: str) -> Corpus:
+    import datasets
+
+    try:
+        data = datasets.load_dataset(hub.repo, hub.config, split=split, revision=hub.revision)
+        rows = [_row(name, hub.repo, dict(row), hub.columns) for row in data]
+    except DataError:
+        raise
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        # datasets reports a missing network, a dropped loading script and a wrong split through
+        # these; the user needs the set, the cause and the way out, not a traceback.
+        cause = " ".join(str(error).split())[:200] or type(error).__name__
+        option = f"--data {name}=FILE" if split == hub.split else f"--data {name}:{split}=FILE"
+        raise DataError(
+            f"{name}: {hub.repo} ({split}) could not be loaded: {cause}; "
+            f"give a local text, jsonl or parquet file with {option}"
+        ) from error
+    if hub.held_out:
+        rows = [row for row in rows if _is_held_out(row["text"])]
+        split = f"oasis-heldout-{_HELD_OUT_PER_MILLE}-per-mille"
+    if hub.layout == "wikitext":
+        rows = [{"text": row["text"] if row["text"].strip() else ""} for row in rows]
+    return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
+
+
+def _is_held_out(line: str) -> bool:
+    """Whether a line is in our held-out split: the first eight hash digits, modulo 1000."""
+    return int(hashlib.sha256(line.encode()).hexdigest()[:8], 16) % 1000 < _HELD_OUT_PER_MILLE

@@ -1,0 +1,109 @@
+"""What every quantization backend offers, and which backend runs a scheme.
+
+A new backend is one module and one line in `backend_for`; its heavy library is imported there and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from oasis_eval.errors import UnsupportedSchemeError
+from oasis_eval.record import Coverage
+from oasis_eval.spec import QuantScheme
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from oasis_eval.quant.calibrate import Batch
+
+
+class Applied(Protocol):
+    """A scheme in effect on a model."""
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was quantized and what was not."""
+        ...
+
+    def verify(self) -> tuple[str, ...]:
+        """Check, after a forward pass, that the scheme had an effect; return warnings.
+
+        Raises:
+            QuantizationError: Nothing changed, or the quantized layers were never run.
+        """
+        ...
+
+    def undo(self) -> None:
+        """Restore the model bit for bit.
+
+        Raises:
+            QuantizationError: The original weights were not kept, or were restored already.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """One way to run quantized models."""
+
+    def unsupported(self, scheme: QuantScheme) -> str | None:
+        """Return why `scheme` cannot be run, before anything is loaded; None if it can."""
+        ...
+
+    def apply_(
+        self,
+        model: nn.Module,
+        scheme: QuantScheme,
+        batches: Sequence[Batch] | None,
+        *,
+        keep_reference: bool,
+    ) -> Applied:
+        """Quantize `model` in place."""
+        ...
+
+
+def backend_for(scheme: QuantScheme) -> Backend:
+    """Return the backend that runs `scheme`.
+
+    Raises:
+        UnsupportedSchemeError: No backend of this version can.
+    """
+    if scheme.backend == "fake":
+        from oasis_eval.quant.fake import FakeBackend
+
+        return FakeBackend()
+    raise UnsupportedSchemeError(
+        f"scheme {scheme.name!r}: backend {scheme.backend!r} cannot be run by this version"
+    )
+
+
+def quantize_(
+    model: nn.Module,
+    scheme: QuantScheme,
+    batches: Sequence[Batch] | None = None,
+    *,
+    keep_reference: bool = False,
+) -> Applied:
+    """Quantize a causal language model in place.
+
+    Args:
+        model: Any Hugging Face causal language model.
+        scheme: What to quantize, from `oasis_eval.quant.schemes.resolve` or written out.
+        batches: Calibration token ids and masks; needed by static activation ranges only.
+        keep_reference: Whether to keep the original weights, so that `undo` works. Without it
+            each weight is freed as soon as it is quantized.
+
+    Returns:
+        The scheme in effect: its coverage, `verify` and `undo`.
+
+    Raises:
+        UnsupportedSchemeError: No backend can run the scheme.
+        SpecError: A skip pattern matches no module.
+        QuantizationError: Nothing would be quantized, a layer cannot be, or calibration failed.
+    """
+    backend = backend_for(scheme)
+    reason = backend.unsupported(scheme)
+    if reason is not None:
+        raise UnsupportedSchemeError(reason)
+    return backend.apply_(model, scheme, batches, keep_reference=keep_reference)

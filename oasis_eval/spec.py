@@ -251,20 +251,48 @@ class RunSpec(Spec):
 # --- tables -----------------------------------------------------------------------------------
 
 
+Dimension = Literal["model", "family", "variant", "scheme", "task", "protocol", "metric", "seed"]
+
+
 class TableSpec(Spec):
     """Rows, columns and decorations of a result table."""
 
-    name: str = "results"
+    name: str = Field(default="results", min_length=1)
+    """Label of the LaTeX table, `tab:<name>`."""
     caption: str | None = None
-    rows: tuple[Literal["model", "variant", "scheme", "seed"], ...] = ("model",)
-    columns: tuple[Literal["model", "variant", "scheme", "task", "protocol", "metric"], ...] = (
-        "task",
-        "metric",
-        "scheme",
+    """Plain text; every format escapes it by its own rules."""
+    rows: tuple[Dimension, ...] = Field(default=("model",), min_length=1)
+    """Dimensions down the side, outermost first."""
+    columns: tuple[Dimension, ...] = Field(
+        default=("task", "protocol", "metric", "scheme"), min_length=1
     )
-    metrics: tuple[str, ...] = ("token_perplexity", "word_perplexity", "pass@1")
+    """Dimensions across the top, outermost first; `protocol` is printed only where it is needed
+    to tell columns apart, since a footnote names it anyway."""
+    metrics: tuple[str, ...] = Field(
+        default=("token_perplexity", "word_perplexity", "pass@1"), min_length=1
+    )
+    """Metrics to show, in this order; one that a task does not have takes no column."""
+    where: dict[str, tuple[str, ...]] = {}
+    """Keep only records whose field matches one of the patterns (fnmatch); fields are the columns
+    of the long form, for example `{protocol: [gptq-2048], limit: ["8"]}`."""
+    order: dict[Dimension, tuple[str, ...]] = {}
+    """Values that come first in a dimension; the rest follow in natural order."""
     baseline: str | None = None
-    """Row label (or scheme, when rows are schemes) that relative changes refer to."""
+    """Model, label, variant or scheme that relative changes refer to; `reference` is the scheme
+    that quantizes nothing."""
+    change: Literal["rows", "columns"] = "rows"
+    """Whether relative changes (%) are rows under their values or columns beside them."""
+    uncertainty: Literal["none", "seeds", "all"] = "seeds"
+    """What follows a value after `±`: nothing; the standard deviation over seeds; and for a single
+    run its standard error too, where that is known."""
+
+    @model_validator(mode="after")
+    def _dimensions_once(self) -> Self:
+        used = self.rows + self.columns
+        twice = sorted({item for item in used if used.count(item) > 1})
+        if twice:
+            raise ValueError(f"dimensions used twice in rows and columns: {', '.join(twice)}")
+        return self
 
 
 # --- parsing ----------------------------------------------------------------------------------

@@ -1,0 +1,140 @@
+"""What may stand together in a table: one protocol a column, one meaning a name, one run a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from oasis_eval.errors import RecordError
+from oasis_eval.report.observations import Observation, protocol_info, shown
+
+_EXACT = ("filter", "limit", "max_new_tokens", "chat_template")
+_WHERE_KNOWN = ("protocol_version", "window", "protocol_sha256", "data_sha256")
+"""Not compared with records that do not state them, for example imported ones."""
+_CELL_FIELDS = (
+    "model",
+    "family",
+    "variant",
+    "scheme",
+    "task",
+    "protocol",
+    "metric",
+    "filter",
+    "checkpoint_sha256",
+    "dtype",
+    "device",
+    "batch_size",
+)
+
+
+def check_columns(observations: Sequence[Observation], *, protocols_apart: bool) -> None:
+    """Refuse to compare numbers of one task and metric that were not measured alike.
+
+    Args:
+        observations: Everything that the table shows.
+        protocols_apart: Whether the protocol is a dimension of the table.
+
+    Raises:
+        RecordError: Two protocols, limits, data sets or other settings would be in one column.
+    """
+
+    def column(item: Observation) -> Hashable:
+        return (item.task, item.metric, item.protocol if protocols_apart else None)
+
+    for group in grouped((item for item in observations if item.status == "ok"), column):
+        what = f"column {group[0].task}/{group[0].metric}"
+        if not protocols_apart:
+            advice = "add 'protocol' to the columns of the table spec, or keep one"
+            _one_value(group, "protocol", what, advice)
+        for name in _EXACT:
+            _one_value(group, name, what, "keep one")
+        for name in _WHERE_KNOWN:
+            known = [item for item in group if getattr(item, name) is not None]
+            _one_value(known, name, what, "keep one")
+
+
+def check_names(observations: Sequence[Observation]) -> None:
+    """Refuse two schemes under one name, and two checkpoints of one model under one seed.
+
+    Raises:
+        RecordError: Naming both and what to do.
+    """
+    for group in grouped(observations, lambda item: item.scheme):
+        _one_value(group, "scheme_sha256", f"scheme {group[0].scheme!r}", "keep one")
+    known = [item for item in observations if item.checkpoint_sha256 is not None]
+    for group in grouped(known, lambda item: (item.model, item.seed)):
+        _one_value(group, "checkpoint_sha256", f"model {group[0].model!r}", "keep one")
+
+
+def check_cell(observations: Sequence[Observation]) -> list[Observation]:
+    """Return the observations of one cell, one a seed, in the order of the seeds.
+
+    A failed attempt is left out where another attempt of the same seed finished.
+
+    Raises:
+        RecordError: The cell has two results for a seed, or its seeds differ in more than that.
+    """
+    by_seed = list(grouped(observations, lambda item: item.seed))
+    finished = [item for item in observations if item.status == "ok"]
+    for name in _CELL_FIELDS:
+        _one_value(finished, name, _cell_name(observations[0]), _cell_advice(name))
+    kept = []
+    for group in by_seed:
+        best = [item for item in group if item.status == "ok"] or group
+        if best[0].status == "ok" and len({item.key for item in best}) > 1:
+            keys = ", ".join(sorted(item.key for item in best))
+            raise RecordError(
+                f"{_cell_name(best[0])} has several results for seed {best[0].seed}: records "
+                f"{keys}; keep one of them, for example with 'where: {{key: [{best[0].key}]}}'"
+            )
+        kept.append(min(best, key=lambda item: (item.status, item.reason or "", item.key)))
+    return sorted(kept, key=lambda item: item.seed)
+
+
+def grouped(
+    observations: Iterable[Observation], key: Callable[[Observation], Hashable]
+) -> Iterable[list[Observation]]:
+    """Return `observations` in lists of equal `key`, in order of first appearance."""
+    groups: dict[Hashable, list[Observation]] = {}
+    for item in observations:
+        groups.setdefault(key(item), []).append(item)
+    return groups.values()
+
+
+def _one_value(group: Sequence[Observation], name: str, what: str, advice: str) -> None:
+    first_of: dict[str, Observation] = {}
+    for item in group:
+        first_of.setdefault(shown(getattr(item, name)), item)
+    if len(first_of) < 2:
+        return
+    values = sorted(first_of)
+    found = " and ".join(
+        f"{value[:16]} ({first_of[value].model}, {first_of[value].scheme})" for value in values[:3]
+    )
+    raise RecordError(
+        f"{what} mixes {name} {found}{_protocol_details(name, list(first_of.values()))}; "
+        f"{advice} with 'where: {{{name}: [\"{values[0]}\"]}}' in the table spec"
+    )
+
+
+def _protocol_details(name: str, items: Sequence[Observation]) -> str:
+    """Say which decisions of a protocol differ where its hash does."""
+    if name not in ("protocol_sha256", "protocol_version"):
+        return ""
+    infos = [protocol_info(item.record, item.protocol) for item in items]
+    details = [info.details for info in infos if info is not None]
+    differing = []
+    for key in sorted({key for item in details for key in item}):
+        values = sorted({shown(item.get(key)) for item in details})
+        if len(values) > 1:
+            differing.append(f"{key} {', '.join(values)}")
+    return f" (they differ in {'; '.join(differing)})" if differing else ""
+
+
+def _cell_name(item: Observation) -> str:
+    return f"cell {item.model}/{item.scheme}/{item.task}/{item.metric}"
+
+
+def _cell_advice(name: str) -> str:
+    if name in ("model", "family", "variant", "scheme", "task", "protocol", "metric"):
+        return f"add '{name}' to the rows or columns of the table spec, or keep one"
+    return "keep one"

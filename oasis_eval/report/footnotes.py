@@ -1,0 +1,180 @@
+"""What the notes under a table say: protocols, data, schemes, failures, marks.
+
+Every text is made from the records alone and holds no path, so that a table can be published.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from oasis_eval.report.observations import (
+    Observation,
+    data_name,
+    evaluated_data,
+    protocol_info,
+    shown,
+)
+from oasis_eval.spec import QuantScheme, TensorFormat
+
+_MAX_MODELS_LISTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Footnote:
+    """One lettered note."""
+
+    mark: str
+    text: str
+
+
+class Footnotes:
+    """Notes in the order in which they are first used, each text once."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, str] = {}
+
+    def marks(self, texts: Sequence[str]) -> tuple[str, ...]:
+        """Return the letters of `texts`, new ones for new texts."""
+        for text in texts:
+            if text not in self._marks:
+                self._marks[text] = letters(len(self._marks))
+        return tuple(self._marks[text] for text in dict.fromkeys(texts))
+
+    def all(self) -> tuple[Footnote, ...]:
+        """Return every note so far."""
+        return tuple(Footnote(mark, text) for text, mark in self._marks.items())
+
+
+def letters(index: int) -> str:
+    """Return a, b, ..., z, aa, ab, ... for 0, 1, ..."""
+    text = ""
+    index += 1
+    while index:
+        index, digit = divmod(index - 1, 26)
+        text = chr(ord("a") + digit) + text
+    return text
+
+
+def protocol_note(group: Sequence[Observation]) -> str:
+    """Say how the numbers of one column were measured.
+
+    Args:
+        group: All finished observations of one task, protocol and metric.
+    """
+    infos = [(item, protocol_info(item.record, item.protocol)) for item in group]
+    known = [(item, info) for item, info in infos if info is not None]
+    if not known:
+        return f"{group[0].protocol}: version and settings not recorded."
+    info = known[0][1]
+    parts = [f"{info.name} v{info.version} ({info.sha256[:8]}): {info.summary.rstrip('.')}"]
+    details: dict[str, dict[str, list[str]]] = {}
+    for item, each in known:
+        for key, value in each.details.items():
+            details.setdefault(key, {}).setdefault(shown(value), []).append(item.label)
+    parts += [f"{key} {_by_model(values)}" for key, values in sorted(details.items())]
+    first = group[0]
+    if first.max_new_tokens is not None and "max_new_tokens" not in details:
+        parts.append(f"at most {first.max_new_tokens} new tokens")
+    if first.chat_template is not None and "chat_template" not in details:
+        parts.append("chat template" if first.chat_template else "no chat template")
+    if first.limit is not None:
+        parts.append(f"limited to the first {first.limit}")
+    counts = sorted({item.count for item in group if item.count is not None})
+    if counts:
+        parts.append(f"n = {counts[0]}" + (f" to {counts[-1]}" if len(counts) > 1 else ""))
+    if len(known) < len(infos):
+        parts.append("settings of some values not recorded")
+    return "; ".join(parts) + "."
+
+
+def data_note(item: Observation) -> str | None:
+    """Say which text was scored, without the folder it lay in."""
+    data = evaluated_data(item.record)
+    if data is None:
+        return None
+    split = f", split {data.split}" if data.split else ""
+    rows = f", {data.num_rows} rows"
+    return f"Data: {data_name(item.record, data)}{split}{rows}, sha256 {data.sha256[:8]}."
+
+
+def scheme_note(group: Sequence[Observation]) -> str:
+    """Say what a scheme quantizes and in which dtype its model computes."""
+    scheme = group[0].record.spec.scheme
+    dtypes = sorted({item.dtype for item in group})
+    parts = [f"{scheme.name} ({group[0].scheme_sha256[:8]}): {describe_scheme(scheme)}"]
+    parts.append(f"computed in {' or '.join(dtypes)}")
+    return "; ".join(parts) + "."
+
+
+def describe_scheme(scheme: QuantScheme) -> str:
+    """Return the scheme's own description, or one made from its formats."""
+    if scheme.description:
+        return scheme.description.rstrip(".")
+    if scheme.execution == "none":
+        return "nothing quantized"
+    parts = [
+        f"{kind} {_format(tensor)}"
+        for kind, tensor in (("weights", scheme.weights), ("activations", scheme.activations))
+        if tensor is not None
+    ]
+    if scheme.activations is not None:
+        parts.append(f"at {', '.join(scheme.regions)}")
+    return ", ".join([*parts, f"{scheme.execution} ({scheme.backend})"])
+
+
+def failure_note(item: Observation) -> str:
+    """Say why a run has no number."""
+    reason = item.reason or "no reason recorded"
+    return f"{item.status.capitalize()}: {' '.join(reason.split()).rstrip('.')}."
+
+
+def mean_note(num_seeds: int) -> str:
+    """Say what a value with `±` is when it is a mean."""
+    return f"Mean ± standard deviation (n - 1) over {num_seeds} seeds."
+
+
+def seeds_notes(cell: Sequence[Observation]) -> list[str]:
+    """Say which seeds of a cell are no ordinary numbers."""
+    values = [item.value for item in cell if item.value is not None]
+    notes = []
+    for name, test in (("NaN", math.isnan), ("infinite", math.isinf)):
+        hits = sum(test(value) for value in values)
+        if hits and len(cell) > 1:
+            notes.append(f"{hits} of {len(values)} seeds {name}.")
+    for item in cell:
+        if item.status != "ok":
+            notes.append(f"Seed {item.seed} left out. {failure_note(item)}")
+    return notes
+
+
+def loss_note(item: Observation) -> str | None:
+    """Give the mean loss behind an infinite perplexity, which still tells models apart."""
+    if item.metric is None or not item.metric.endswith("perplexity") or item.value != math.inf:
+        return None
+    found = {metric.name: metric.value for metric in item.record.metrics}
+    tokens = found.get("num_tokens", 0.0)
+    if "nll_nats" not in found or not tokens:
+        return None
+    return f"Mean loss {found['nll_nats'] / tokens:.4g} nats per token."
+
+
+def _format(tensor: TensorFormat) -> str:
+    sharing = f"group of {tensor.group_size}" if tensor.group_size else tensor.granularity
+    kind = "symmetric" if tensor.symmetric else "asymmetric"
+    ranges = tensor.ranges.replace("_", " ")
+    return f"{tensor.bits} bit {kind} per {sharing} ({ranges})"
+
+
+def _by_model(values: dict[str, list[str]]) -> str:
+    """Print a setting that all models share once, else value by value with its models."""
+    if len(values) == 1:
+        return next(iter(values))
+    parts = []
+    for value in sorted(values):
+        models = sorted(set(values[value]))
+        more = len(models) - _MAX_MODELS_LISTED
+        names = ", ".join(models[:_MAX_MODELS_LISTED]) + (f" and {more} more" if more > 0 else "")
+        parts.append(f"{value} ({names})")
+    return ", ".join(parts)

@@ -16,6 +16,7 @@ sparsemax (Martins and Astudillo, ICML 2016); 1.5-entmax (Peters et al., ACL 201
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
@@ -176,18 +177,14 @@ def clipped_softmax(
 
 def sparsemax(logits: Tensor, mask: Tensor | None = None) -> Normalized:
     """Euclidean projection of the visible entries onto the simplex."""
-    # Entries more than 1 below the maximum have weight 0, so cutting there changes nothing.
-    wide, dead = _cut(logits, mask, span=2.0)
-    probs: Tensor = project_sparsemax(wide, dim=-1)
-    return Normalized(probs.masked_fill(dead, 0.0).to(logits.dtype), None)
+    # Entries more than 1 below the maximum have weight 0, so cutting at 2 changes nothing.
+    return _project(logits, mask, project_sparsemax, span=2.0)
 
 
 def entmax15(logits: Tensor, mask: Tensor | None = None) -> Normalized:
     """1.5-entmax of the visible entries."""
-    # Entries more than 2 below the maximum have weight 0, so cutting there changes nothing.
-    wide, dead = _cut(logits, mask, span=4.0)
-    probs: Tensor = project_entmax15(wide, dim=-1)
-    return Normalized(probs.masked_fill(dead, 0.0).to(logits.dtype), None)
+    # Entries more than 2 below the maximum have weight 0, so cutting at 4 changes nothing.
+    return _project(logits, mask, project_entmax15, span=4.0)
 
 
 def softpick(logits: Tensor, mask: Tensor | None = None, *, eps: float = 1e-6) -> Normalized:
@@ -221,13 +218,19 @@ def _softmax(logits: Tensor, mask: Tensor | None) -> Tensor:
     return torch.softmax(wide.masked_fill(dead, 0.0), dim=-1).masked_fill(dead, 0.0)
 
 
-def _cut(logits: Tensor, mask: Tensor | None, *, span: float) -> tuple[Tensor, Tensor]:
-    """Shift rows to maximum 0 and raise hidden and low entries to -span.
+def _project(
+    logits: Tensor, mask: Tensor | None, projection: Callable[..., Tensor], *, span: float
+) -> Normalized:
+    """Project rows onto the simplex after shifting them to maximum 0.
 
-    Returns:
-        The logits in [-span, 0], finite, and which rows have no visible entry ([..., 1]).
+    Hidden entries and everything further than `span` below the maximum are raised to -span, which
+    must not change the weights: the library's sums over sorted rows then stay small and finite.
     """
     wide, hidden = _hide(logits, mask, -math.inf)
     dead = hidden.all(dim=-1, keepdim=True)
-    wide = wide.masked_fill(dead, 0.0)
-    return (wide - wide.detach().amax(dim=-1, keepdim=True)).clamp_min(-span), dead
+    peak = wide.detach().amax(dim=-1, keepdim=True)
+    # The library indexes out of bounds where a row holds NaN or plus infinity.
+    broken = ~(peak.isfinite() | dead)
+    wide = (wide - peak).masked_fill(dead | broken, 0.0).clamp_min(-span)
+    probs = projection(wide, dim=-1).masked_fill(dead, 0.0).masked_fill(broken, math.nan)
+    return Normalized(probs.to(logits.dtype), None)

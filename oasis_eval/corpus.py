@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from oasis_eval.errors import DataError, UnknownNameError
 from oasis_eval.paths import data_folder
@@ -105,8 +105,8 @@ class Corpus:
         return [row["text"] for row in self.rows]
 
     def raw(self) -> str:
-        """Return the text as the file has it: WikiText rows carry their own line ends."""
-        return ("" if self.layout in ("wikitext", "plain") else "\n").join(self.texts())
+        """Return the text as the file has it."""
+        return "".join(self._lines()) if self.layout == "wikitext" else "\n".join(self.texts())
 
     def stream(self) -> str:
         """Return one string: rows joined with two newlines, empty rows kept (GPTQ's convention)."""
@@ -120,13 +120,16 @@ class Corpus:
         """
         if self.layout != "wikitext":
             return self.texts()
-        documents: list[list[str]] = [[]]
-        for line in self.texts():
-            if _HEADING.match(line) and documents[-1]:
-                documents.append([])
-            # The published rows drop the single space of an empty line; the file has it back.
-            documents[-1].append(line or " \n")
-        return ["".join(lines) for lines in documents]
+        documents = [""]
+        for line in self._lines():
+            if _HEADING.match(line) and documents[-1].strip():
+                documents.append("")
+            documents[-1] += line
+        return documents
+
+    def _lines(self) -> list[str]:
+        """Return WikiText lines as in the file: published rows drop an empty line's one space."""
+        return [line or " \n" for line in self.texts()]
 
 
 def load(name: str, *, split: str | None = None, data: str | None = None) -> Corpus:
@@ -176,7 +179,9 @@ def builtin() -> Corpus:
     )
 
 
-def _corpus(name: str, origin: str, split: str | None, layout: Layout, rows: Iterable[Row]) -> Corpus:
+def _corpus(
+    name: str, origin: str, split: str | None, layout: Layout, rows: Iterable[Row]
+) -> Corpus:
     kept = tuple(rows)
     if not any(value.strip() for row in kept for value in row.values()):
         raise DataError(f"{name}: {origin} holds no text ({len(kept)} rows)")
@@ -192,6 +197,31 @@ def _corpus(name: str, origin: str, split: str | None, layout: Layout, rows: Ite
         rows=kept,
         sha256=digest.hexdigest(),
     )
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that turning text into tokens needs."""
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = True, verbose: bool = True
+    ) -> Mapping[str, list[int]]:
+        """Tokenize one string."""
+        ...
+
+
+def encode(tokenizer: Tokenizer, text: str, *, special_tokens: bool) -> list[int]:
+    """Return the token ids of `text`, with or without the tokenizer's default special tokens."""
+    return list(tokenizer(text, add_special_tokens=special_tokens, verbose=False)["input_ids"])
+
+
+def head_tokens(tokenizer: Tokenizer) -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text by default."""
+    plain = encode(tokenizer, "a", special_tokens=False)
+    full = encode(tokenizer, "a", special_tokens=True)
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start]
+    return []
 
 
 # --- files ------------------------------------------------------------------------------------

@@ -64,12 +64,16 @@ class ModuleCoverage(Outcome):
     quantized: bool
     reason: str | None = None
     """Why it was left alone."""
+    note: str | None = None
+    """What is particular about how it was quantized, for example a short last group."""
     weight_bits: int | None = None
     weight_granularity: Granularity | None = None
     weight_group_size: int | None = None
     """Group size really used; a row shorter than a group is one group."""
     activation_bits: int | None = None
     activation_granularity: Granularity | None = None
+    activation_group_size: int | None = None
+    """Group size really used, as for weights."""
     activation_static: bool | None = None
 
 

@@ -248,6 +248,30 @@ class RunSpec(Spec):
     device: str = "cpu"
 
 
+class EvaluationSpec(Spec):
+    """One call of `evaluate`: every combination of models, schemes and tasks is a cell."""
+
+    models: tuple[str, ...] = Field(min_length=1)
+    """Card names, folders, GGUF files, `package:NAME` or hub ids with a revision."""
+    schemes: tuple[str, ...] = Field(default=("fp32", "w8a8", "w4a4"), min_length=1)
+    """Preset names or YAML files."""
+    tasks: tuple[str, ...] = Field(default=("wikitext2",), min_length=1)
+    protocols: tuple[str, ...] = ()
+    """Protocols, each used by the tasks it fits; a task that none fits uses its default."""
+    window: int | None = Field(default=None, ge=2)
+    """Window of every perplexity protocol, which thereby gets another name."""
+    data: dict[str, str] = {}
+    """Local files by task name; `gsm8k:train` and `calibration` have keys of their own."""
+    limit: int | None = Field(default=None, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
+    chat_template: bool = False
+    batch_size: int = Field(default=1, ge=1)
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps|xpu(:\d+)?)$")
+    dtype: Dtype | None = None
+    """None: fp32 on the CPU, bf16 on an accelerator."""
+    seed: int = 0
+
+
 # --- tables -----------------------------------------------------------------------------------
 
 

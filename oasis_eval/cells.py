@@ -1,0 +1,135 @@
+"""A cell: one model under one scheme on one task, its key, and the record of its failure."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import traceback
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from oasis_eval.errors import OasisError
+from oasis_eval.harness.protocols import parse_protocol
+from oasis_eval.harness.run import TaskData
+from oasis_eval.prepared import PreparedModel
+from oasis_eval.record import SCHEMA_VERSION, Provenance, RunRecord
+from oasis_eval.spec import ModelCard, RunSpec, content_hash
+
+NUMBERS_VERSION = 1
+"""Raised when a change of the code changes numbers that no protocol version covers."""
+
+_LIBRARIES = ("torch", "transformers", "tokenizers", "lm_eval", "datasets", "numpy")
+
+
+@dataclass(slots=True)
+class Cell:
+    """One model under one scheme on one task."""
+
+    spec: RunSpec
+    card: ModelCard
+    data: TaskData | None
+    problem: OasisError | None = None
+    """Why the cell cannot run, known before anything loads."""
+    unsupported: str | None = None
+    digest: str | None = None
+    calibration_sha256: str | None = None
+
+    @property
+    def identity(self) -> str:
+        """Key of the cell as far as it is known without its data."""
+        return content_hash(["identity", self.card.name, self.spec.model_dump(mode="json")])
+
+    @property
+    def key(self) -> str:
+        """Content hash of everything that the cell's numbers depend on."""
+        if self.data is None or self.digest is None:
+            return self.identity
+        protocol = parse_protocol(self.spec.task.protocol)
+        return content_hash(
+            {
+                "schema": SCHEMA_VERSION,
+                "numbers": NUMBERS_VERSION,
+                "spec": self.spec.model_dump(
+                    mode="json",
+                    exclude={"model": True, "task": {"data"}, "scheme": {"description"}},
+                ),
+                "card": self.card.model_dump(mode="json", exclude={"name", "source"}),
+                "checkpoint": self.digest,
+                "data": [info.sha256 for info in self.data.infos],
+                "calibration": self.calibration_sha256,
+                "protocol": protocol.sha256,
+                "versions": versions(),
+            }
+        )
+
+    def unsupported_record(self) -> RunRecord:
+        """Return the record of a cell that its backend refused before anything loaded."""
+        return RunRecord(
+            key=self.key,
+            spec=self.spec,
+            card=self.card,
+            status="unsupported",
+            reason=self.unsupported,
+            data=self.data.infos if self.data else (),
+        )
+
+    def failed_record(self, error: Exception) -> RunRecord:
+        """Return the record of a failure, with a traceback where the input is not at fault."""
+        expected = isinstance(error, OasisError)
+        text = " ".join(str(error).split())
+        return RunRecord(
+            key=self.key,
+            spec=self.spec,
+            card=self.card,
+            status="failed",
+            reason=text if expected else f"{type(error).__name__}: {text}",
+            traceback=None if expected else "".join(traceback.format_exception(error)),
+            data=self.data.infos if self.data else (),
+        )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that can change a number."""
+    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+
+
+def provenance(prepared: PreparedModel, *, started: datetime, seconds: float) -> Provenance:
+    """Return who measured, with what.
+
+    Args:
+        prepared: The model that was measured.
+        started: UTC.
+        seconds: How long it took.
+    """
+    import torch
+
+    return Provenance(
+        checkpoint_sha256=prepared.digest,
+        versions={**versions(), "oasis_eval": importlib.metadata.version("oasis-eval")},
+        git_commit=_git_commit(),
+        device=prepared.device,
+        dtype=prepared.dtype,
+        attention=prepared.attention,
+        started=started.isoformat(timespec="seconds"),
+        seconds=round(seconds, 3),
+        num_threads=torch.get_num_threads(),
+    )
+
+
+def _git_commit() -> str | None:
+    """Return the commit of the checkout that runs, None for an installed wheel."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed command
+            ["git", "-C", str(root), "rev-parse", "HEAD"],  # noqa: S607 - whatever git the user has
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,243 @@
+"""From a card to a verified local folder of safetensors: download, GGUF conversion, integrity.
+
+Nothing is evaluated before every tensor that the index names is known to be whole, and nothing
+that could run code (pickle weights, remote code) is ever opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import json
+import shutil
+import tempfile
+from fnmatch import fnmatch
+from pathlib import Path
+
+from oasis_eval.errors import CheckpointError, MissingExtraError, SpecError
+from oasis_eval.paths import cache_folder
+from oasis_eval.spec import DirSource, HubSource, ModelCard, PackageSource
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_INDEX = "model.safetensors.index.json"
+_READ_BY_LOADER = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+_CONVERTER_VERSION = 1
+_HEADER_LIMIT = 100 << 20
+
+
+def locate(card: ModelCard) -> Path:
+    """Return what the card points to: a checkpoint folder or a GGUF file, downloaded if need be.
+
+    Raises:
+        CheckpointError: It is not there.
+        MissingExtraError: The package that carries the weights is not installed.
+    """
+    source = card.source
+    if isinstance(source, HubSource):
+        return _download(source)
+    if isinstance(source, PackageSource):
+        return _in_package(source)
+    path = Path(source.path)
+    expected = "folder" if isinstance(source, DirSource) else "GGUF file"
+    there = path.is_dir() if isinstance(source, DirSource) else path.is_file()
+    if not there:
+        raise CheckpointError(f"{card.name}: {path} is no {expected}")
+    return path
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 over every file that decides what the model computes.
+
+    Args:
+        path: Checkpoint folder or GGUF file.
+    """
+    total = hashlib.sha256()
+    for file in [path] if path.is_file() else _loader_files(path):
+        total.update(f"{file.name}\0".encode())
+        with file.open("rb") as stream:
+            total.update(hashlib.file_digest(stream, "sha256").digest())
+    return total.hexdigest()
+
+
+def as_safetensors(path: Path, *, content: str) -> Path:
+    """Return a folder that transformers can load: `path` itself, or a GGUF file's conversion.
+
+    A conversion takes minutes; it is kept in the cache under the file's content and done once.
+
+    Args:
+        path: What `locate` returned.
+        content: Its `digest`.
+
+    Raises:
+        CheckpointError: The GGUF file cannot be read.
+    """
+    if path.is_dir():
+        return path
+    target = cache_folder() / "gguf" / f"v{_CONVERTER_VERSION}-{content[:32]}"
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    try:
+        _convert_gguf(path, work)
+        with contextlib.suppress(FileExistsError):
+            work.rename(target)
+    except OSError as error:
+        if not target.is_dir():  # another process may have finished the same conversion
+            raise CheckpointError(f"{path}: conversion could not be stored: {error}") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+def verify(folder: Path) -> None:
+    """Check that a folder holds one complete safetensors checkpoint.
+
+    Raises:
+        CheckpointError: One line naming the file or tensor that is missing, cut off or unsafe.
+    """
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards and not (folder / _INDEX).is_file():
+        pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
+        if pickles:
+            raise CheckpointError(
+                f"{folder}: only pickle weights ({pickles[0]}), which can run code when they are "
+                "read; convert them to safetensors first"
+            )
+        raise CheckpointError(f"{folder}: no *.safetensors file")
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in _tensor_names(shard):
+            found[name] = shard.name
+    if (folder / _INDEX).is_file():
+        for name, shard_name in _weight_map(folder / _INDEX).items():
+            if not (folder / shard_name).is_file():
+                raise CheckpointError(f"{folder}: shard {shard_name} is missing (index names it)")
+            if found.get(name) != shard_name:
+                raise CheckpointError(f"{folder}: tensor {name} is not in {shard_name}")
+    elif len(shards) > 1 and not (folder / "model.safetensors").is_file():
+        raise CheckpointError(f"{folder}: {len(shards)} shards but no {_INDEX}")
+
+
+def _loader_files(folder: Path) -> list[Path]:
+    files = {file for pattern in _READ_BY_LOADER for file in folder.glob(pattern)}
+    return sorted(file for file in files if file.is_file())
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a safetensors index") from error
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{path}: 'weight_map' is not a mapping")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(f"{path}: {name} points outside the folder: {shard!r}")
+    return weight_map
+
+
+def _tensor_names(path: Path) -> list[str]:
+    """Read a safetensors header and check it against the file's size.
+
+    Raises:
+        CheckpointError: The file is empty, cut off, or not safetensors.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise CheckpointError(f"{path}: {size} bytes, cut off or not safetensors")
+        try:
+            header = json.loads(file.read(length))
+            tensors = {name: item for name, item in header.items() if name != "__metadata__"}
+            end = max((int(item["data_offsets"][1]) for item in tensors.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{path}: header is not safetensors") from error
+    if size != 8 + length + end:
+        raise CheckpointError(
+            f"{path}: {size} bytes, its header needs {8 + length + end}: the file is incomplete"
+        )
+    return list(tensors)
+
+
+# --- sources ----------------------------------------------------------------------------------
+
+
+def _download(source: HubSource) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            source.repo, revision=source.revision, allow_patterns=list(_READ_BY_LOADER)
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise CheckpointError(
+            f"{source.repo}@{source.revision} could not be downloaded: {cause}; give a local "
+            "folder, or check the name, the network and `hf auth login`"
+        ) from error
+    return Path(folder)
+
+
+def _in_package(source: PackageSource) -> Path:
+    # find_spec does not import the package, whose own dependencies may be absent on purpose.
+    try:
+        spec = importlib.util.find_spec(source.package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingExtraError(source.package, source.install)
+    if source.assemble is not None:
+        return _assemble(source)
+    folders = [Path(place) for place in spec.submodule_search_locations]
+    pattern = source.file or "*.gguf"
+    files = sorted(
+        file for folder in folders for file in folder.rglob("*") if fnmatch(file.name, pattern)
+    )
+    if len(files) != 1:
+        raise CheckpointError(f"package {source.package}: {len(files)} files match {pattern!r}")
+    return files[0]
+
+
+def _assemble(source: PackageSource) -> Path:
+    module, _, function = (source.assemble or "").partition(":")
+    if module.split(".")[0] != source.package or not function:
+        raise SpecError(
+            f"'assemble' must be '{source.package}:FUNCTION', found {source.assemble!r}"
+        )
+    target = cache_folder() / "assembled" / f"{source.package}.gguf"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        return Path(getattr(importlib.import_module(module), function)(target))
+    except ImportError as error:
+        raise MissingExtraError(error.name or source.package, source.install) from error
+    except (AttributeError, OSError, ValueError) as error:
+        raise CheckpointError(f"package {source.package}: {error}") from error
+
+
+def _convert_gguf(path: Path, folder: Path) -> None:
+    """Dequantize a GGUF file to float32 safetensors with its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32
+        )
+    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(
+            f"{path}: GGUF cannot be read: {' '.join(str(error).split())}"
+        ) from error
+    # transformers marks the model as quantized though its weights are plain by now.
+    for name in ("hf_quantizer", "is_quantized", "quantization_method"):
+        with contextlib.suppress(AttributeError):
+            delattr(model, name)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

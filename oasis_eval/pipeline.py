@@ -1,0 +1,326 @@
+"""From what was asked for to records on disk: the only place that decides what runs.
+
+A cell whose record exists is not run again. A cell that fails becomes a record too, and the others
+go on; one load serves every scheme of a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from oasis_eval import checkpoint, registry
+from oasis_eval.cells import Cell, provenance
+from oasis_eval.errors import DataError, OasisError, RecordError, SpecError, UnknownNameError
+from oasis_eval.harness import run as harness
+from oasis_eval.harness.protocols import TASKS, Protocol, parse_protocol, with_window
+from oasis_eval.quant import schemes
+from oasis_eval.quant.backends import backend_for
+from oasis_eval.record import RunRecord, read_record, write_record, write_samples
+from oasis_eval.spec import Dtype, EvaluationSpec, ModelCard, QuantScheme, RunSpec, TaskRef
+
+if TYPE_CHECKING:
+    from oasis_eval.loading import Reference
+    from oasis_eval.prepared import PreparedModel
+
+Samples = list[dict[str, object]]
+
+
+@dataclass(slots=True)
+class Report:
+    """What a call of `evaluate` did."""
+
+    records: list[RunRecord] = field(default_factory=list)
+    errors: list[OasisError] = field(default_factory=list)
+    """Errors that left no record (a checkpoint that cannot be loaded)."""
+    num_reused: int = 0
+    num_loads: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every cell has its numbers."""
+        return not self.errors and all(record.status == "ok" for record in self.records)
+
+
+def evaluate(
+    spec: EvaluationSpec,
+    out: Path,
+    *,
+    quiet: bool = False,
+    on_record: Callable[[RunRecord], object] = lambda record: None,
+) -> Report:
+    """Run every cell that has no record yet.
+
+    Args:
+        spec: Models, schemes, tasks and how to run them.
+        out: Folder of records.
+        quiet: Whether to hide progress bars.
+        on_record: Called with each record as soon as it is on disk or found there.
+
+    Returns:
+        All records of the call, found or made, in the order models, schemes, tasks.
+
+    Raises:
+        SpecError: Something named in `spec` does not exist; nothing has run then.
+        UnsupportedSchemeError: A scheme is known and this version cannot run it.
+        RecordError: The output folder cannot be written, or holds a damaged record.
+    """
+    cards = [registry.resolve(name) for name in spec.models]
+    chosen = [schemes.resolve(name) for name in spec.schemes]
+    tasks = task_refs(spec)
+    _check_data_keys(spec)
+    _check_folder(out)
+    data = [_read_data(task, spec.data.get("gsm8k:train")) for task in tasks]
+    run = _Run(spec, out, quiet, on_record, Report())
+    for name, card in zip(spec.models, cards, strict=True):
+        cells = [
+            run.cell(name, card, scheme, task, found)
+            for scheme in chosen
+            for task, found in zip(tasks, data, strict=True)
+        ]
+        try:
+            run.model(cells)
+        except OasisError as error:
+            run.report.errors.append(error)
+    return run.report
+
+
+def task_refs(spec: EvaluationSpec) -> list[TaskRef]:
+    """Return the tasks of a call with their protocols, in order.
+
+    Raises:
+        SpecError: A task or protocol is unknown, or a protocol fits no task.
+    """
+    protocols = [parse_protocol(name) for name in spec.protocols]
+    refs: list[TaskRef] = []
+    used: set[str] = set()
+    for task in spec.tasks:
+        for protocol in harness.protocols_for(task, protocols):
+            used.add(protocol.name)
+            sized = with_window(protocol, spec.window) if spec.window else protocol
+            refs.append(_task_ref(spec, task, sized))
+    unused = [protocol.name for protocol in protocols if protocol.name not in used]
+    if unused:
+        raise SpecError(f"protocol {unused[0]!r} fits none of the tasks {', '.join(spec.tasks)}")
+    return refs
+
+
+def _task_ref(spec: EvaluationSpec, task: str, protocol: Protocol) -> TaskRef:
+    is_question = protocol.kind == "gsm8k"
+    return TaskRef(
+        name=task,
+        protocol=protocol.name,
+        data=spec.data.get(task),
+        limit=spec.limit,
+        max_new_tokens=spec.max_new_tokens if is_question else 256,
+        chat_template=spec.chat_template and is_question,
+    )
+
+
+def _check_data_keys(spec: EvaluationSpec) -> None:
+    known = {*TASKS, "gsm8k:train", "calibration"}
+    for key in spec.data:
+        if key not in known:
+            raise UnknownNameError("--data key", key, known)
+
+
+def _check_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RecordError(f"{out}: cannot be written ({error.strerror}); choose --out") from error
+
+
+def _read_data(task: TaskRef, fewshot: str | None) -> harness.TaskData | OasisError:
+    try:
+        return harness.load_data(task, fewshot=fewshot)
+    except OasisError as error:
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One call of `evaluate`: where its records go and what has come of it so far."""
+
+    spec: EvaluationSpec
+    out: Path
+    quiet: bool
+    on_record: Callable[[RunRecord], object]
+    report: Report
+
+    def cell(
+        self,
+        name: str,
+        card: ModelCard,
+        scheme: QuantScheme,
+        task: TaskRef,
+        data: harness.TaskData | OasisError,
+    ) -> Cell:
+        """Build a cell, with whatever is known to stand in its way."""
+        spec = self.spec
+        run = RunSpec(
+            model=name,
+            scheme=scheme,
+            task=task,
+            dtype=spec.dtype or ("fp32" if spec.device == "cpu" else "bf16"),
+            seed=spec.seed,
+            batch_size=spec.batch_size,
+            device=spec.device,
+        )
+        cell = Cell(run, card, None if isinstance(data, OasisError) else data)
+        if isinstance(data, OasisError):
+            cell.problem = data
+        if scheme.execution != "none":
+            cell.unsupported = backend_for(scheme).unsupported(scheme)
+        return cell
+
+    def model(self, cells: list[Cell]) -> None:
+        """Run one model's cells, scheme by scheme."""
+        digest = checkpoint.digest(checkpoint.locate(cells[0].card))
+        for cell in cells:
+            cell.digest = digest
+            self._read_calibration(cell)
+        missing = [cell for cell in cells if self._finished(cell) is None]
+        pending = [cell for cell in missing if cell.problem is None and cell.unsupported is None]
+        reference: Reference | None = None
+        for group in _by_scheme(cells):
+            todo = [cell for cell in group if cell in pending]
+            for cell in group:
+                if cell not in todo:
+                    self._keep_without_running(cell)
+            if not todo:
+                continue
+            if reference is None:
+                reference = self._load(pending)
+            last = todo[-1] is pending[-1]
+            for cell, record, samples in self._scheme(reference, todo, last=last):
+                self._store(cell, record, samples)
+
+    def _read_calibration(self, cell: Cell) -> None:
+        from oasis_eval.loading import calibration_corpus
+
+        settings = cell.spec.scheme.calibration
+        if settings is None or cell.unsupported is not None:
+            return
+        try:
+            text = calibration_corpus(settings, self.spec.data.get("calibration"))
+            cell.calibration_sha256 = text.sha256
+        except DataError as error:
+            cell.problem = cell.problem or error
+
+    def _finished(self, cell: Cell) -> RunRecord | None:
+        """Return the cell's record if it needs no run; failed cells are tried again."""
+        path = self.out / f"{cell.key}.json"
+        if cell.data is None or not path.exists():
+            return None
+        record = read_record(path)
+        return None if record.status == "failed" else record
+
+    def _keep_without_running(self, cell: Cell) -> None:
+        record = self._finished(cell)
+        if record is not None:
+            self.report.num_reused += 1
+        elif cell.unsupported is not None:
+            record = cell.unsupported_record()
+            write_record(self.out, record)
+        else:
+            assert cell.problem is not None
+            record = cell.failed_record(cell.problem)
+            write_record(self.out, record)
+        self._keep(record)
+
+    def _keep(self, record: RunRecord) -> None:
+        self.report.records.append(record)
+        self.on_record(record)
+
+    def _load(self, pending: list[Cell]) -> Reference:
+        """Load the checkpoint in the one dtype that every pending scheme can start from."""
+        import torch
+
+        from oasis_eval.loading import load
+
+        torch.manual_seed(self.spec.seed)
+        wanted: set[Dtype] = {cell.spec.scheme.dtype or cell.spec.dtype for cell in pending}
+        dtype: Dtype = wanted.pop() if len(wanted) == 1 else "fp32"
+        self.report.num_loads += 1
+        return load(pending[0].card, dtype=dtype, device=self.spec.device)
+
+    def _scheme(
+        self, reference: Reference, cells: list[Cell], *, last: bool
+    ) -> Iterator[tuple[Cell, RunRecord, Samples]]:
+        """Put one scheme on the model and run its tasks; whatever fails becomes a record."""
+        from oasis_eval.loading import prepare
+
+        run = cells[0].spec
+        data = self.spec.data.get("calibration")
+        remaining = list(cells)
+        try:
+            with prepare(
+                reference, run.scheme, dtype=run.dtype, calibration_data=data, last=last
+            ) as prepared:
+                while remaining:
+                    cell = remaining.pop(0)
+                    yield cell, *self._measure(prepared, cell)
+        except OasisError as error:
+            for cell in remaining:
+                yield cell, cell.failed_record(error), []
+        except Exception as error:  # noqa: BLE001 - one bad scheme must not end the grid
+            for cell in remaining:
+                yield cell, cell.failed_record(error), []
+
+    def _measure(self, prepared: PreparedModel, cell: Cell) -> tuple[RunRecord, Samples]:
+        started, clock = datetime.now(UTC), time.perf_counter()
+        run = cell.spec
+        assert cell.data is not None
+        if not self.quiet:
+            what = f"{run.scheme.name} on {run.task.name} ({run.task.protocol})"
+            tqdm.write(f"{cell.card.label}: {what}", file=sys.stderr)
+        try:
+            outcome = harness.evaluate(
+                prepared, run.task, cell.data, batch_size=run.batch_size, quiet=self.quiet
+            )
+        except Exception as error:  # noqa: BLE001 - one bad cell must not end the grid
+            return cell.failed_record(error), []
+        warnings = [*prepared.warnings, *outcome.warnings]
+        if cell.calibration_sha256 == cell.data.corpora[0].sha256:
+            warnings.append("calibration and evaluation read the same text")
+        record = RunRecord(
+            key=cell.key,
+            spec=run,
+            card=cell.card,
+            status="ok",
+            metrics=outcome.metrics,
+            coverage=prepared.coverage,
+            protocols=(outcome.protocol,),
+            data=cell.data.infos,
+            warnings=tuple(warnings),
+            provenance=provenance(prepared, started=started, seconds=time.perf_counter() - clock),
+        )
+        return record, outcome.samples
+
+    def _store(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
+        """Write samples first, then the record that makes them count."""
+        if samples:
+            write_samples(self.out, record.key, samples)
+        write_record(self.out, record)
+        if record.status == "ok" and cell.identity != record.key:
+            # An earlier failure of the same cell, whose data could not be read, is answered now.
+            (self.out / f"{cell.identity}.json").unlink(missing_ok=True)
+        self._keep(record)
+
+
+def _by_scheme(cells: list[Cell]) -> list[list[Cell]]:
+    groups: dict[str, list[Cell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.spec.scheme.content_hash(), []).append(cell)
+    return list(groups.values())

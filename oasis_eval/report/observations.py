@@ -64,13 +64,15 @@ class Observation:
     count: int | None
     status: Status
     reason: str | None
+    warnings: str
+    """All of the record's warnings, separated by semicolons."""
     key: str
     record: RunRecord
     """Where it comes from; not part of the long form."""
 
 
 LONG_COLUMNS = tuple(item.name for item in fields(Observation) if item.name != "record")
-_OUTCOMES = frozenset({"value", "stderr", "count", "status", "reason", "key"})
+_OUTCOMES = frozenset({"value", "stderr", "count", "status", "reason", "warnings", "key"})
 _OF_NUMBERS = frozenset({"metric", "filter"})
 FILTER_COLUMNS = tuple(name for name in LONG_COLUMNS if name not in _OUTCOMES - {"status", "key"})
 
@@ -211,6 +213,7 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
         count=metric.count if metric else None,
         status=record.status,
         reason=record.reason,
+        warnings="; ".join(record.warnings),
         key=record.key,
         record=record,
     )

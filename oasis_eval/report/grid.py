@@ -1,0 +1,120 @@
+"""The table as a grid of labelled cells, the same for every output format."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas as pd
+
+from oasis_eval.report.footnotes import Footnote
+from oasis_eval.report.numbers import Status
+from oasis_eval.report.observations import Observation
+from oasis_eval.spec import Dimension, TableSpec
+
+Kind = Literal["value", "change"]
+Place = tuple[str, ...]
+"""Values of the row (or column) dimensions, outermost first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """One header: a value of a dimension."""
+
+    value: str
+    """The value itself, as in the records."""
+    text: str
+    """What is printed, not yet escaped."""
+    arrow: str = ""
+    """Direction in which the metric improves."""
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The headers of one row or column."""
+
+    labels: tuple[Label, ...]
+    kind: Kind
+
+    @property
+    def place(self) -> Place:
+        """Return the dimension values."""
+        return tuple(label.value for label in self.labels)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One entry of the grid."""
+
+    status: Status
+    """`ok` has a value (which may be NaN or infinite); the others have a mark instead."""
+    kind: Kind = "value"
+    metric: str = ""
+    value: float | None = None
+    """In the metric's own unit; a change is in percent."""
+    spread: float | None = None
+    spread_kind: Literal["std", "stderr"] | None = None
+    num_seeds: int = 1
+    floor: bool = False
+    """Whether a Pass@k is not distinguishable from 0."""
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """Cells in their places, before headers, marks and notes are decided."""
+
+    row_dimensions: tuple[Dimension, ...]
+    column_dimensions: tuple[Dimension, ...]
+    rows: tuple[Line, ...]
+    columns: tuple[Line, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    members: Mapping[tuple[Place, Place], Sequence[Observation]]
+    """The observations behind each value cell, by row and column; one a seed."""
+    baseline: str | None
+    """What relative changes refer to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table, ready for any format."""
+
+    spec: TableSpec
+    row_dimensions: tuple[Dimension, ...]
+    column_dimensions: tuple[Dimension, ...]
+    """Those of the specification, less a protocol that tells no columns apart."""
+    rows: tuple[Line, ...]
+    columns: tuple[Line, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+    """Row by row."""
+    long: pd.DataFrame
+    """Tidy form: one row per record and metric, all metrics of the records."""
+    footnotes: tuple[Footnote, ...]
+    notes: tuple[str, ...]
+    """Explanations of marks, without a letter."""
+
+    @property
+    def caption(self) -> str | None:
+        """Return the caption of the specification."""
+        return self.spec.caption
+
+    @property
+    def wide(self) -> pd.DataFrame:
+        """Return the grid as numbers at full precision; NaN where a cell has a mark."""
+        return pd.DataFrame(
+            [
+                [math.nan if cell.value is None else cell.value for cell in row]
+                for row in self.cells
+            ],
+            index=_index(self.rows, self.row_dimensions),
+            columns=_index(self.columns, self.column_dimensions),
+        )
+
+
+def _index(lines: Sequence[Line], dimensions: Sequence[Dimension]) -> pd.MultiIndex:
+    return pd.MultiIndex.from_tuples(
+        [(*line.place, line.kind) for line in lines], names=[*dimensions, "quantity"]
+    )

@@ -1,0 +1,162 @@
+r"""LaTeX tables that need no package but booktabs.
+
+Every text that comes from outside passes `escape` once, and only texts do: commands are written
+around the escaped pieces. pandas' Styler is not used here because it leaves index headers and
+formatter output unescaped and cannot set rules under groups of columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from oasis_eval.report.grid import Cell, Label, Table
+from oasis_eval.report.layout import (
+    Span,
+    cell_text,
+    dimension_header,
+    header_spans,
+    label_text,
+    marks_text,
+    plain,
+    row_headers,
+    starts_group,
+)
+
+_ESCAPES = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        '"': r"\char34{}",
+        "±": r"$\pm$",
+        "Δ": r"$\Delta$",
+        "↓": r"$\downarrow$",
+        "↑": r"$\uparrow$",
+        "→": r"$\to$",
+        "×": r"$\times$",
+        "−": r"$-$",
+        "∞": r"$\infty$",
+        "≤": r"$\leq$",
+        "≥": r"$\geq$",
+        "α": r"$\alpha$",
+        "β": r"$\beta$",
+        "µ": r"$\mu$",
+    }
+)
+_LIGATURES = re.compile(r"([-`',!?])(?=[-`',])")
+"""Pairs that TeX fonts join into another sign, such as two hyphens into a dash."""
+_NUMBER = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?)(?:e([+-]?[0-9]+))?")
+
+
+def escape(text: str) -> str:
+    """Return `text` so that LaTeX prints exactly it.
+
+    The ten special characters, `<`, `>`, `|` and `"` (wrong in the default font encoding) and a
+    few mathematical signs become commands. Letters that pdfLaTeX's fonts do not have (for example
+    Chinese ones) stay; compile with XeLaTeX or LuaLaTeX and a font that has them.
+    """
+    return _LIGATURES.sub(r"\1{}", plain(text).translate(_ESCAPES))
+
+
+def render_latex(table: Table) -> str:
+    """Return a `table` environment."""
+    num_rows_columns, num_columns = len(table.row_dimensions), len(table.columns)
+    lines = [r"\begin{table}[t]", r"\centering"]
+    if table.caption is not None:
+        lines.append(rf"\caption{{{escape(table.caption)}}}")
+    lines.append(rf"\label{{tab:{re.sub('[^A-Za-z0-9:.-]', '-', table.spec.name)}}}")
+    lines += _size(num_rows_columns + num_columns)
+    lines.append(rf"\begin{{tabular}}{{{'l' * num_rows_columns}{'r' * num_columns}}}")
+    lines.append(r"\toprule")
+    lines += _header(table)
+    lines.append(r"\midrule")
+    for position, (headers, cells) in enumerate(zip(row_headers(table), table.cells, strict=True)):
+        if starts_group(table, position):
+            lines.append(r"\addlinespace")
+        indent = table.rows[position].kind == "change" and num_rows_columns == 1
+        first = ["" if label is None else _label(label, indent=indent) for label in headers]
+        lines.append(_row([*first, *(_cell(cell) for cell in cells)]))
+    lines += [r"\bottomrule", r"\end{tabular}"]
+    lines += _notes(table)
+    lines.append(r"\end{table}")
+    return "\n".join(lines) + "\n"
+
+
+def _header(table: Table) -> list[str]:
+    shift = len(table.row_dimensions)
+    levels = header_spans(table)
+    lines = []
+    for spans in levels[:-1]:
+        lines.append(_row([""] * shift + [_spanning(span) for span in spans]))
+        rules = [
+            rf"\cmidrule(lr){{{span.start + shift + 1}-{span.stop + shift}}}"
+            for span in spans
+            if span.stop - span.start > 1
+        ]
+        if rules:
+            lines.append(" ".join(rules))
+    names = [escape(dimension_header(name)) for name in table.row_dimensions]
+    lines.append(_row([*names, *(_label(span.label) for span in levels[-1])]))
+    return lines
+
+
+def _spanning(span: Span) -> str:
+    text = _label(span.label)
+    num_columns = span.stop - span.start
+    return text if num_columns == 1 else rf"\multicolumn{{{num_columns}}}{{c}}{{{text}}}"
+
+
+def _label(label: Label, *, indent: bool = False) -> str:
+    return (r"\quad " if indent else "") + escape(label_text(label)) + _marks(label.marks)
+
+
+def _cell(cell: Cell) -> str:
+    """Set numbers in math; letters hang over the right so that numbers stay aligned."""
+    text = " ".join(_word(word) for word in cell_text(cell).split(" "))
+    marks = _marks(cell.marks)
+    return text + (rf"\rlap{{{marks}}}" if marks else "")
+
+
+def _word(word: str) -> str:
+    match = _NUMBER.fullmatch(word)
+    if match is None:
+        return escape(word)
+    sign, digits, exponent = match.groups()
+    power = "" if exponent is None else rf"\times10^{{{exponent}}}"
+    return f"${sign}{digits}{power}$" if sign or power else digits
+
+
+def _marks(marks: Sequence[str]) -> str:
+    return rf"\textsuperscript{{{marks_text(marks)}}}" if marks else ""
+
+
+def _row(cells: Sequence[str]) -> str:
+    return " & ".join(cells) + r" \\"
+
+
+def _size(num_columns: int) -> list[str]:
+    """Set wide tables smaller and closer."""
+    if num_columns <= 8:
+        return []
+    size, separation = (r"\small", 4) if num_columns <= 12 else (r"\scriptsize", 3)
+    return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"]
+
+
+def _notes(table: Table) -> list[str]:
+    notes = [rf"{_marks((note.mark,))}~{escape(note.text)}\par" for note in table.footnotes]
+    notes += [rf"{escape(note)}\par" for note in table.notes]
+    if not notes:
+        return []
+    start = r"\begin{minipage}{\linewidth}\footnotesize\raggedright"
+    return [r"\par\medskip", start, *notes, r"\end{minipage}"]

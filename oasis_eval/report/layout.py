@@ -1,0 +1,99 @@
+"""What all printed forms of a table share: cell texts, header spans, clean text.
+
+CSV has its own rules and uses none of this.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from oasis_eval.report.grid import Cell, Label, Line, Table
+from oasis_eval.report.numbers import FLOOR, MARKS, format_change, format_value
+
+
+class Span(NamedTuple):
+    """One header and the columns it stands over: `start` up to, but without, `stop`."""
+
+    start: int
+    stop: int
+    label: Label
+
+
+def cell_text(cell: Cell) -> str:
+    """Return what a cell prints, without footnote letters."""
+    if cell.status != "ok" or cell.value is None:
+        return MARKS[cell.status]
+    if cell.kind == "change":
+        return format_change(cell.value)
+    text = format_value(cell.value, cell.metric)
+    if cell.spread is not None:
+        text = f"{text} ± {format_value(cell.spread, cell.metric)}"
+    return f"{text} {FLOOR}" if cell.floor else text
+
+
+def header_spans(table: Table) -> list[list[Span]]:
+    """Return the column headers level by level, outermost first; equal neighbours are one."""
+    levels = []
+    depth = len(table.column_dimensions)
+    for level in range(depth):
+        spans: list[Span] = []
+        for position, line in enumerate(table.columns):
+            last = level == depth - 1
+            start = spans[-1].start if spans else 0
+            same = not last and bool(spans) and _under_one(table.columns[start], line, level)
+            if same:
+                spans[-1] = spans[-1]._replace(stop=position + 1)
+            else:
+                spans.append(Span(position, position + 1, line.labels[level]))
+        levels.append(spans)
+    return levels
+
+
+def row_headers(table: Table) -> Iterator[tuple[Label | None, ...]]:
+    """Yield the headers of each row; None where the row above has the same one."""
+    previous: Line | None = None
+    for line in table.rows:
+        depth = len(line.labels)
+        yield tuple(
+            None
+            if previous is not None and level < depth - 1 and _under_one(previous, line, level)
+            else label
+            for level, label in enumerate(line.labels)
+        )
+        previous = line
+
+
+def starts_group(table: Table, position: int) -> bool:
+    """Tell whether the outermost row header changes at a row, where rows have several levels."""
+    if position == 0 or len(table.row_dimensions) == 1:
+        return False
+    return not _under_one(table.rows[position - 1], table.rows[position], 0)
+
+
+def dimension_header(dimension: str) -> str:
+    """Return the header over the row headers of a dimension."""
+    return dimension.capitalize()
+
+
+def plain(text: str) -> str:
+    """Return `text` on one line; control and invisible formatting characters become `?`."""
+    return "".join(
+        "?" if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Co", "Cn") else character
+        for character in " ".join(text.split())
+    )
+
+
+def label_text(label: Label) -> str:
+    """Return a header with its arrow, without footnote letters."""
+    return f"{label.text} {label.arrow}" if label.arrow else label.text
+
+
+def marks_text(marks: Sequence[str]) -> str:
+    """Return footnote letters as they stand behind a text."""
+    return ",".join(marks)
+
+
+def _under_one(left: Line, right: Line, level: int) -> bool:
+    return left.place[: level + 1] == right.place[: level + 1]

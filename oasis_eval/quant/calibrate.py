@@ -1,14 +1,150 @@
-"""Static activation ranges from calibration text; padding never enters them."""
+"""Static activation ranges from calibration text.
+
+The model runs in floating point, its weights not yet quantized, and each layer's activations are
+reduced to a range as they pass; none is kept. Three rules make a range a property of the text and
+not of how it was batched:
+
+- padding never enters, whichever side it is on;
+- the unit of a running range is the sequence, never the batch: the first sequence sets the range
+  and each later one moves it by 1 - momentum;
+- percentiles are exact over all tokens, from tails kept in a second pass over the text.
+
+Dimensions: B sequences, T tokens, N real tokens of one sequence, K features, R ranges.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+
+from oasis_eval.errors import QuantizationError
+from oasis_eval.quant.observers import Observer, observer_for
+from oasis_eval.quant.padding import PaddingContext, Tokens
+from oasis_eval.quant.primitives import Range
+from oasis_eval.spec import TensorFormat
 
 
 class Batch(NamedTuple):
     """Calibration tokens: ids and a mask that is 1 at real tokens and 0 at padding."""
 
-    input_ids_BT: Tensor
-    attention_mask_BT: Tensor
+    input_ids_BT: Tensor  # noqa: N815 - shape suffix
+    attention_mask_BT: Tensor  # noqa: N815 - shape suffix
+
+
+class Site(NamedTuple):
+    """Where activations are observed."""
+
+    name: str
+    module: nn.Module
+    side: Literal["input", "output"]
+
+
+def calibrate(
+    model: nn.Module, sites: Sequence[Site], fmt: TensorFormat, batches: Sequence[Batch]
+) -> dict[tuple[str, str], Range]:
+    """Run `model` over the text and return the range of every site.
+
+    Args:
+        model: A causal language model, not yet quantized.
+        sites: What to observe.
+        fmt: Format with static ranges.
+        batches: The text; each batch goes through the model at once.
+
+    Returns:
+        Ranges of shape [1] or [K], fp32, by (name, side).
+
+    Raises:
+        QuantizationError: There is no text, a site never ran, or it saw non-finite values.
+    """
+    if not any(bool(batch.attention_mask_BT.any()) for batch in batches):
+        raise QuantizationError("static activation ranges need calibration text, and there is none")
+    observers = {(site.name, site.side): observer_for(fmt) for site in sites}
+    context = PaddingContext()
+    handles = [_attach(site, observers[site.name, site.side], context) for site in sites]
+    run = _runner(model, sites)
+    try:
+        with torch.no_grad(), _evaluation_mode(model):
+            for _ in range(max(observer.num_passes for observer in observers.values())):
+                for batch in batches:
+                    real_BT = batch.attention_mask_BT.bool()
+                    mask = None if bool(real_BT.all()) else real_BT
+                    context.enter(Tokens(real_BT.shape[0], real_BT.shape[1], mask))
+                    run(batch)
+                    context.leave()
+                    for observer in observers.values():
+                        observer.end_batch()
+                for observer in observers.values():
+                    observer.end_pass()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {(name, side): _checked(o.result(), name) for (name, side), o in observers.items()}
+
+
+def _attach(
+    site: Site, observer: Observer, context: PaddingContext
+) -> torch.utils.hooks.RemovableHandle:
+    def observe(x: Tensor) -> None:
+        x_BTK, real_BT = context.sequences(x.detach(), site.name)
+        for index, x_TK in enumerate(x_BTK):
+            x_NK = x_TK if real_BT is None else x_TK[real_BT[index].to(x.device)]
+            if len(x_NK):
+                observer.observe(x_NK.float(), index)
+
+    if site.side == "input":
+        return site.module.register_forward_pre_hook(lambda _, args: observe(args[0]))
+    return site.module.register_forward_hook(lambda _, args, output: observe(output))
+
+
+def _runner(model: nn.Module, sites: Sequence[Site]) -> Callable[[Batch], None]:
+    """Return what runs a batch through the part of the model that holds the sites.
+
+    The head, whose logits are the largest tensor of a pass, is left out where nothing needs it.
+    """
+    body = getattr(model, "base_model", model)
+    inside = {id(module) for module in body.modules()}
+    part = body if all(id(site.module) in inside for site in sites) else model
+    accepted = inspect.signature(part.forward).parameters
+    device = next(model.parameters()).device
+
+    def run(batch: Batch) -> None:
+        real_BT = batch.attention_mask_BT.to(device)
+        given: dict[str, object] = {"attention_mask": real_BT}
+        # Positions count real tokens, or left padding would shift learned positions.
+        given["position_ids"] = (real_BT.long().cumsum(-1) - 1).clamp(min=0)
+        given["use_cache"] = False
+        if "attention_mask" not in accepted and not bool(real_BT.all()):
+            raise QuantizationError("the model takes no attention mask; calibrate without padding")
+        known = {key: value for key, value in given.items() if key in accepted}
+        part(input_ids=batch.input_ids_BT.to(device), **known)
+
+    return run
+
+
+@contextmanager
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for as long as the context lasts."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        for module in training:
+            module.training = False
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _checked(span: Range | None, name: str) -> Range:
+    if span is None:
+        raise QuantizationError(
+            f"{name}: saw no token of the calibration text, so it has no static range "
+            "(calibrate on more text, or skip the module)"
+        )
+    if not bool(torch.isfinite(span.low).all() and torch.isfinite(span.high).all()):
+        raise QuantizationError(f"{name}: activations on the calibration text are not finite")
+    return span

@@ -1,15 +1,42 @@
-"""Fake quantization: quantize-dequantize in the compute dtype, any bit width, any device."""
+"""Fake quantization: quantize-dequantize in the compute dtype, any bit width, any device.
+
+Weights are quantized once, when the scheme is applied; activations in every forward pass. The
+model's own layers are changed in place and changed back by `undo`, which returns the very
+parameters that were there before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from oasis_eval.quant.backends import Applied
-from oasis_eval.quant.calibrate import Batch
+from oasis_eval.errors import QuantizationError, UnsupportedSchemeError
+from oasis_eval.quant.activations import (
+    ActivationQuantizer,
+    SequenceQuantizer,
+    dynamic_quantizer,
+    static_quantizer,
+)
+from oasis_eval.quant.calibrate import Batch, Site, calibrate
+from oasis_eval.quant.coverage import report
+from oasis_eval.quant.layers import (
+    LayerQuantization,
+    Session,
+    become_plain_,
+    become_quantized_,
+)
+from oasis_eval.quant.padding import PaddingContext
+from oasis_eval.quant.primitives import Range
+from oasis_eval.quant.ranges import fake_quantize_weight
 from oasis_eval.quant.schemes import refusal
+from oasis_eval.quant.targets import Selection, Target, quantizes_inputs, quantizes_outputs, select
+from oasis_eval.record import Coverage
 from oasis_eval.spec import QuantScheme
+
+Ranges = dict[tuple[str, str], Range]
 
 
 class FakeBackend:
@@ -17,6 +44,8 @@ class FakeBackend:
 
     def unsupported(self, scheme: QuantScheme) -> str | None:
         """Return why `scheme` cannot be run, or None if it can."""
+        if scheme.execution == "none":
+            return f"scheme {scheme.name!r}: a reference scheme quantizes nothing"
         return refusal(scheme)
 
     def apply_(
@@ -26,6 +55,225 @@ class FakeBackend:
         batches: Sequence[Batch] | None,
         *,
         keep_reference: bool,
-    ) -> Applied:
-        """Quantize `model` in place."""
-        raise NotImplementedError
+    ) -> FakeApplied:
+        """Quantize `model` in place.
+
+        Args:
+            model: Any Hugging Face causal language model.
+            scheme: What to quantize.
+            batches: Calibration text; needed by static activation ranges only.
+            keep_reference: Whether to keep the original weights, so that `undo` works.
+
+        Raises:
+            UnsupportedSchemeError: The scheme is not one of this backend.
+            SpecError: A skip pattern matches nothing.
+            QuantizationError: Nothing would be quantized, a layer cannot be, calibration failed,
+                or no weight changed and activations are left alone.
+        """
+        reason = self.unsupported(scheme)
+        if reason is not None:
+            raise UnsupportedSchemeError(reason)
+        selection = select(model, scheme)
+        for target in selection.targets:
+            if not bool(torch.isfinite(target.weight).all()):
+                raise QuantizationError(f"{target.name}: the weight holds non-finite values")
+        coverage = report(scheme, selection, list(model.parameters()))
+        ranges = _static_ranges(model, scheme, selection, batches)
+        applied = FakeApplied(scheme=scheme, coverage=coverage, ranges=ranges)
+        try:
+            applied.attach_(model, selection, keep_reference=keep_reference)
+        except BaseException:
+            applied.detach_()
+            raise
+        return applied
+
+
+@dataclass(frozen=True, slots=True)
+class _Original:
+    """What undoing one layer takes."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    weight: nn.Parameter | None
+    """None: not kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeApplied:
+    """A fake-quantized scheme in effect on a model."""
+
+    scheme: QuantScheme
+    coverage: Coverage
+    ranges: Ranges
+    """Static ranges by (module, "input" or "output"), as calibrated."""
+    session: Session = field(default_factory=Session)
+    padding: PaddingContext = field(default_factory=PaddingContext)
+    weights_changed: bool = False
+    originals: list[_Original] = field(default_factory=list)
+
+    def verify(self) -> tuple[str, ...]:
+        """Check, after a forward pass, that the scheme had an effect.
+
+        Returns:
+            Warnings: layers that have not run so far, and a half of the scheme without effect.
+
+        Raises:
+            QuantizationError: No weight and no activation changed, or no quantized layer ran.
+        """
+        if not self.session.called:
+            raise QuantizationError(
+                f"scheme {self.scheme.name!r}: none of {self.coverage.num_quantized} quantized "
+                "layers has run; the model does not call them"
+            )
+        if not self.weights_changed and not self.session.activation_changed:
+            raise QuantizationError(
+                f"scheme {self.scheme.name!r}: no weight and no activation was changed by "
+                "quantization"
+            )
+        warnings = []
+        if self.scheme.weights is not None and not self.weights_changed:
+            warnings.append("no weight was changed by quantization")
+        if self.scheme.activations is not None and not self.session.activation_changed:
+            warnings.append("no activation was changed by quantization")
+        covered = [item.module for item in self.coverage.modules if item.quantized]
+        idle = [name for name in covered if name not in self.session.called]
+        if idle:
+            warnings.append(
+                f"{len(idle)} of {len(covered)} quantized layers have not run: "
+                + ", ".join(idle[:3])
+                + (", ..." if len(idle) > 3 else "")
+            )
+        return tuple(warnings)
+
+    def undo(self) -> None:
+        """Restore the model bit for bit.
+
+        Raises:
+            QuantizationError: The original weights were not kept, or were restored already.
+        """
+        if not self.originals:
+            raise QuantizationError(f"scheme {self.scheme.name!r} has been undone already")
+        if any(original.weight is None for original in self.originals):
+            raise QuantizationError(
+                f"scheme {self.scheme.name!r} cannot be undone: the original weights were not "
+                "kept; load the checkpoint again, or quantize with keep_reference"
+            )
+        self.detach_()
+
+    def attach_(self, model: nn.Module, selection: Selection, *, keep_reference: bool) -> None:
+        """Quantize weights, each once however many layers share it, and change the layers."""
+        quantizers = _Quantizers(self.scheme, self.ranges, self.padding)
+        sharing: dict[int, list[Target]] = {}
+        for target in selection.targets:
+            sharing.setdefault(id(target.weight), []).append(target)
+        for targets in sharing.values():
+            weight = self._quantize_weight(targets[0])
+            for target in targets:
+                original = target.module._parameters["weight"]
+                is_kept = keep_reference or weight is None
+                self.originals.append(
+                    _Original(target.module, type(target.module), original if is_kept else None)
+                )
+                if weight is not None:
+                    target.module._parameters["weight"] = weight
+                become_quantized_(target.module, quantizers.layer(target, self.session))
+        if self.scheme.activations is None and not self.weights_changed:
+            raise QuantizationError(
+                f"scheme {self.scheme.name!r}: no weight was changed by quantization"
+            )
+        if quantizers.need_padding:
+            for module in _entry_points(model):
+                self.padding.watch(module)
+
+    def detach_(self) -> None:
+        """Change the layers back, with the original weights where they were kept."""
+        self.padding.unwatch()
+        if self.session.shared is not None:
+            self.session.shared.clear()
+        for original in reversed(self.originals):
+            if hasattr(original.module, "quantization"):
+                become_plain_(original.module, original.kind)
+            if original.weight is not None:
+                original.module._parameters["weight"] = original.weight
+        self.originals.clear()
+
+    def _quantize_weight(self, target: Target) -> nn.Parameter | None:
+        if self.scheme.weights is None:
+            return None
+        before = target.weight.detach()
+        if target.is_transposed:
+            after = fake_quantize_weight(before.T, self.scheme.weights).T.contiguous()
+        else:
+            after = fake_quantize_weight(before, self.scheme.weights)
+        if not self.weights_changed:
+            self.weights_changed = not torch.equal(before, after)
+        return nn.Parameter(after, requires_grad=False)
+
+
+class _Quantizers:
+    """The activation quantizers of a scheme; layers with equal settings get the same object.
+
+    That object is what tells that a quantized input may be shared.
+    """
+
+    def __init__(self, scheme: QuantScheme, ranges: Ranges, padding: PaddingContext) -> None:
+        self._scheme = scheme
+        self._ranges = ranges
+        self._static: dict[tuple[object, ...], ActivationQuantizer] = {}
+        self._dynamic: ActivationQuantizer | None = None
+        if scheme.activations is not None and not scheme.is_static:
+            self._dynamic = dynamic_quantizer(scheme.activations, padding)
+
+    @property
+    def need_padding(self) -> bool:
+        """Whether ranges are taken over the tokens of the running pass."""
+        return isinstance(self._dynamic, SequenceQuantizer)
+
+    def layer(self, target: Target, session: Session) -> LayerQuantization:
+        """Return how `target` quantizes its activations."""
+        return LayerQuantization(
+            name=target.name,
+            session=session,
+            inputs=self._get(target, "input") if quantizes_inputs(self._scheme) else None,
+            outputs=self._get(target, "output") if quantizes_outputs(self._scheme) else None,
+        )
+
+    def _get(self, target: Target, side: str) -> ActivationQuantizer:
+        if self._dynamic is not None:
+            return self._dynamic
+        assert self._scheme.activations is not None
+        span = self._ranges[target.name, side]
+        weight = target.weight
+        key = (*span.low.tolist(), *span.high.tolist(), weight.dtype, weight.device)
+        if key not in self._static:
+            self._static[key] = static_quantizer(
+                self._scheme.activations, span, dtype=weight.dtype, device=weight.device
+            )
+        return self._static[key]
+
+
+def _static_ranges(
+    model: nn.Module,
+    scheme: QuantScheme,
+    selection: Selection,
+    batches: Sequence[Batch] | None,
+) -> Ranges:
+    if scheme.activations is None or not scheme.is_static:
+        return {}
+    if not batches:
+        raise QuantizationError(
+            f"scheme {scheme.name!r}: static activation ranges need calibration batches"
+        )
+    sites = []
+    for target in selection.targets:
+        if quantizes_inputs(scheme):
+            sites.append(Site(target.name, target.module, "input"))
+        if quantizes_outputs(scheme):
+            sites.append(Site(target.name, target.module, "output"))
+    return calibrate(model, sites, scheme.activations, batches)
+
+
+def _entry_points(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that are called with token ids: the model and its body."""
+    body = getattr(model, "base_model", model)
+    return [model] if body is model else [model, body]

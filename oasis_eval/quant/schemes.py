@@ -23,13 +23,7 @@ _GRAMMAR = re.compile(
     r"w(?P<weights>[2-8]|16)a(?P<activations>[2-8]|16)"
     r"(?:-g(?P<group>[1-9][0-9]{0,5}))?(?P<suffix>-[a-z-]+)?"
 )
-_REFERENCES: Mapping[str, tuple[Dtype, str]] = MappingProxyType(
-    {
-        "fp32": ("fp32", "reference in 32-bit floating point"),
-        "bf16": ("bf16", "reference in bfloat16"),
-        "fp16": ("fp16", "reference in 16-bit floating point"),
-    }
-)
+_REFERENCES: tuple[Dtype, ...] = ("fp32", "bf16", "fp16")
 _LISTED = (
     "w8a8",
     "w6a6",
@@ -134,7 +128,7 @@ def refusal(scheme: QuantScheme) -> str | None:
 def describe(scheme: QuantScheme) -> str:
     """Return one line that says what `scheme` quantizes and how."""
     if scheme.execution == "none":
-        return _REFERENCES[scheme.dtype][1] if scheme.dtype in _REFERENCES else "reference"
+        return f"reference in {scheme.dtype}, nothing quantized"
     parts = [
         f"weights {_format(scheme.weights, 'output channel')}"
         if scheme.weights
@@ -164,11 +158,9 @@ def _format(fmt: TensorFormat, channel: str) -> str:
 
 def _from_name(name: str) -> QuantScheme | None:
     """Build the scheme of a runnable name; None if the name is unknown or refused."""
-    if name in _REFERENCES:
-        dtype, description = _REFERENCES[name]
-        return QuantScheme(
-            name=name, description=description, backend="none", execution="none", dtype=dtype
-        )
+    for dtype in _REFERENCES:
+        if name == dtype:
+            return _described(QuantScheme(name=name, backend="none", execution="none", dtype=dtype))
     match = _GRAMMAR.fullmatch(name)
     if match is None or match["suffix"] not in (None, "-static-linear"):
         return None
@@ -202,6 +194,10 @@ def _from_name(name: str) -> QuantScheme | None:
         activations=activations if activation_bits < 16 else None,
         calibration=calibration,
     )
+    return _described(scheme)
+
+
+def _described(scheme: QuantScheme) -> QuantScheme:
     return scheme.model_copy(update={"description": describe(scheme)})
 
 
@@ -251,6 +247,4 @@ def _from_yaml(path: Path) -> QuantScheme:
     reason = refusal(scheme)
     if reason is not None:
         raise UnsupportedSchemeError(f"{path}: {reason}")
-    if not scheme.description:
-        return scheme.model_copy(update={"description": describe(scheme)})
-    return scheme
+    return scheme if scheme.description else _described(scheme)

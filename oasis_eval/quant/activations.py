@@ -1,0 +1,164 @@
+"""Quantizers of activations, and the one quantized input that consecutive layers share.
+
+Query, key and value read the very same tensor, as do gate and up. Whoever comes first quantizes
+it, and the next finds the result as long as the tensor object is the same, alive and unmodified.
+The result is dropped with the tensor, so nothing outlives its use.
+
+Dimensions: B sequences, T tokens, K inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from oasis_eval.quant.padding import PaddingContext
+from oasis_eval.quant.primitives import (
+    ACTIVATION_DIMS,
+    Grid,
+    Limits,
+    Range,
+    codes_of,
+    fake_quantize,
+    make_grid,
+    snap,
+)
+from oasis_eval.spec import TensorFormat
+
+
+class ActivationQuantizer(Protocol):
+    """Quantizes and dequantizes activations of any leading shape."""
+
+    def __call__(self, x: Tensor, name: str) -> Tensor:
+        """Return a new tensor of the shape and dtype of `x`; `name` is for error messages."""
+        ...
+
+
+class RowQuantizer:
+    """Dynamic ranges inside a token (per token or per group): padding and batch cannot matter."""
+
+    def __init__(self, fmt: TensorFormat) -> None:
+        self._format = fmt
+        self._dims = ACTIVATION_DIMS[fmt.granularity]
+
+    def __call__(self, x: Tensor, name: str) -> Tensor:
+        """Quantize each token, or each group of its inputs, by its own extremes."""
+        return fake_quantize(x, self._format, self._dims)
+
+
+class SequenceQuantizer:
+    """Dynamic ranges over the real tokens of each sequence, per tensor or per input channel.
+
+    One range per sequence, never per batch: what else is in the batch must not matter.
+    """
+
+    def __init__(self, fmt: TensorFormat, padding: PaddingContext) -> None:
+        self._format = fmt
+        self._dims = ACTIVATION_DIMS[fmt.granularity]
+        self._padding = padding
+
+    def __call__(self, x: Tensor, name: str) -> Tensor:
+        """Quantize each sequence by the extremes of its real tokens; padding is clipped."""
+        x_BTK, real_BT = self._padding.sequences(x, name)
+        work_BTK = x_BTK.float()
+        low, high = work_BTK, work_BTK
+        if real_BT is not None:
+            # Zero belongs to every range, so it hides a token from both extremes.
+            low = high = work_BTK.masked_fill(~real_BT[..., None], 0.0)
+        span = Range(low.amin(self._dims, keepdim=True), high.amax(self._dims, keepdim=True))
+        grid = make_grid(span, self._format, x.dtype)
+        return snap(work_BTK, grid, clip=True).to(x.dtype).reshape(x.shape)
+
+
+class StaticQuantizer:
+    """A range that calibration fixed, per tensor or per input channel.
+
+    Values outside are clipped. Infinity is not: a token with a non-finite value becomes NaN as
+    under dynamic ranges.
+    """
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+
+    def __call__(self, x: Tensor, name: str) -> Tensor:
+        """Quantize by the fixed range."""
+        work = x.float()
+        high = work.amax(-1, keepdim=True)
+        low = work.amin(-1, keepdim=True)
+        poison = (high - high).add_(low - low)
+        values = codes_of(work, self._grid, clip=True)
+        if self._grid.scale.numel() == 1:
+            values.mul_(self._grid.scale + poison)
+        else:
+            values.mul_(self._grid.scale).add_(poison)
+        return values.to(x.dtype)
+
+
+class SharedInput:
+    """The last quantized input, for the next layer that reads the same tensor.
+
+    A tensor is the same if it is the same object at the same version, that is, not written to in
+    between. Tensors made under `torch.inference_mode` have no version; nothing is shared there.
+    """
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._quantizer: ActivationQuantizer | None = None
+        self._quantized: Tensor | None = None
+
+    def quantize(self, x: Tensor, quantizer: ActivationQuantizer, name: str) -> Tensor:
+        """Return `x` quantized, from the layer before where that read the same tensor."""
+        if x.is_inference():
+            return quantizer(x.detach(), name)
+        if (
+            self._quantized is not None
+            and self._quantizer is quantizer
+            and self._source is not None
+            and self._source() is x
+            and self._version == x._version
+        ):
+            return self._quantized
+        self.clear()  # before the new one is made, so that never two are held
+        quantized = quantizer(x.detach(), name)
+        self._source = weakref.ref(x, self._drop)
+        self._version = x._version
+        self._quantizer = quantizer
+        self._quantized = quantized
+        return quantized
+
+    def clear(self) -> None:
+        """Forget the tensor."""
+        self._source = self._quantizer = self._quantized = None
+
+    def _drop(self, source: weakref.ref[Tensor]) -> None:
+        if self._source is source:
+            self.clear()
+
+
+def dynamic_quantizer(fmt: TensorFormat, padding: PaddingContext) -> ActivationQuantizer:
+    """Return the quantizer of a format with dynamic ranges."""
+    if fmt.granularity in ("token", "group"):
+        return RowQuantizer(fmt)
+    return SequenceQuantizer(fmt, padding)
+
+
+def static_quantizer(
+    fmt: TensorFormat, span: Range, *, dtype: torch.dtype, device: torch.device
+) -> StaticQuantizer:
+    """Return the quantizer of a format with a fixed range.
+
+    Args:
+        fmt: Bits and symmetry.
+        span: Low and high of shape [1], or [K] per input channel.
+        dtype: Dtype of the activations.
+        device: Where the activations will be.
+    """
+    grid = make_grid(Range(span.low.to(device), span.high.to(device)), fmt, dtype)
+    if grid.zero_point is not None and grid.scale.numel() == 1:
+        lowest, highest = (int(limit) for limit in grid.limits)
+        grid = grid._replace(limits=Limits(lowest, highest))
+    return StaticQuantizer(grid)

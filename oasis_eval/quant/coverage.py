@@ -1,0 +1,99 @@
+"""The coverage report: what was really quantized and what it would take in storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from oasis_eval.quant.targets import Selection, Target, quantizes_inputs
+from oasis_eval.record import Coverage, ModuleCoverage
+from oasis_eval.spec import QuantScheme, TensorFormat
+
+_SCALE_BITS = 32
+
+
+def weight_bits_stored(num_outputs: int, num_inputs: int, fmt: TensorFormat) -> int:
+    """Return the bits that a weight's codes, fp32 scales and zero points take in storage.
+
+    Codes are packed without gaps, to whole bytes per weight; a zero point takes a code's width.
+    """
+    if fmt.granularity == "group":
+        assert fmt.group_size is not None
+        num_scales = num_outputs * math.ceil(num_inputs / fmt.group_size)
+    else:
+        num_scales = num_outputs if fmt.granularity == "channel" else 1
+    per_scale = _SCALE_BITS + (0 if fmt.symmetric else fmt.bits)
+    return 8 * math.ceil((num_outputs * num_inputs * fmt.bits + num_scales * per_scale) / 8)
+
+
+def report(scheme: QuantScheme, selection: Selection, parameters: Sequence[Tensor]) -> Coverage:
+    """Make the coverage report of a scheme.
+
+    Args:
+        scheme: What was applied.
+        selection: What it was applied to.
+        parameters: Every parameter of the model as it was before, each once.
+    """
+    bits_before = {id(p): 8 * p.numel() * p.element_size() for p in parameters}
+    bits_after = dict(bits_before)
+    copies = 0
+    if scheme.weights is not None:
+        for target in selection.targets:
+            stored = weight_bits_stored(*_outputs_and_inputs(target), scheme.weights)
+            if target.is_copy:
+                copies += stored
+            else:
+                bits_after[id(target.weight)] = stored
+    total = sum(bits_after.values()) + copies
+    modules = [_covered(target, scheme) for target in selection.targets]
+    modules += [
+        ModuleCoverage(module=item.name, quantized=False, reason=item.reason)
+        for item in selection.skipped
+    ]
+    return Coverage(
+        modules=tuple(modules),
+        num_linear=selection.num_linear,
+        num_quantized=len(selection.targets),
+        effective_weight_bits=total / sum(p.numel() for p in parameters),
+        bytes_before=sum(bits_before.values()) // 8,
+        bytes_after=total // 8,
+    )
+
+
+def _outputs_and_inputs(target: Target) -> tuple[int, int]:
+    first, second = target.weight.shape
+    return (second, first) if target.is_transposed else (first, second)
+
+
+def _group(fmt: TensorFormat | None, width: int) -> int | None:
+    """Return the group size really used on rows of `width`."""
+    return None if fmt is None or fmt.group_size is None else min(fmt.group_size, width)
+
+
+def _covered(target: Target, scheme: QuantScheme) -> ModuleCoverage:
+    weights, activations = scheme.weights, scheme.activations
+    num_outputs, num_inputs = _outputs_and_inputs(target)
+    width = num_inputs if quantizes_inputs(scheme) else num_outputs
+    notes = []
+    if target.is_copy and weights is not None:
+        notes.append("a copy of the weight is quantized; it is tied to a layer that is not")
+    for what, group, row in (
+        ("weight", _group(weights, num_inputs), num_inputs),
+        ("activation", _group(activations, width), width),
+    ):
+        if group is not None and row % group:
+            notes.append(f"last {what} group has {row % group} of {group}")
+    return ModuleCoverage(
+        module=target.name,
+        quantized=True,
+        note="; ".join(notes) or None,
+        weight_bits=weights.bits if weights else None,
+        weight_granularity=weights.granularity if weights else None,
+        weight_group_size=_group(weights, num_inputs),
+        activation_bits=activations.bits if activations else None,
+        activation_granularity=activations.granularity if activations else None,
+        activation_group_size=_group(activations, width),
+        activation_static=scheme.is_static if activations else None,
+    )

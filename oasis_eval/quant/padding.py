@@ -1,0 +1,121 @@
+"""Which tokens of the running forward pass are padding.
+
+A Linear sees activations and no mask. Ranges over tokens (calibration, dynamic ranges per tensor
+or per channel) must leave padding out and keep sequences apart, so the mask that the model was
+called with is noted here for as long as the call lasts.
+
+Dimensions: B sequences, T tokens, K inputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from oasis_eval.errors import QuantizationError
+
+
+class Tokens(NamedTuple):
+    """Shape of the tokens in a forward pass and which of them are real."""
+
+    num_sequences: int
+    num_tokens: int
+    real_BT: Tensor | None  # noqa: N815 - shape suffix
+    """Boolean; None when there is no padding."""
+    unreadable: str | None = None
+    """Why padding is not known, if it is not."""
+
+
+class PaddingContext:
+    """The tokens of the forward pass that is running, innermost last."""
+
+    def __init__(self) -> None:
+        self._running: list[Tokens] = []
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+
+    def enter(self, tokens: Tokens) -> None:
+        """Note the tokens of a pass that begins."""
+        self._running.append(tokens)
+
+    def leave(self) -> None:
+        """Forget the tokens of the pass that ends."""
+        self._running.pop()
+
+    def watch(self, module: nn.Module) -> None:
+        """Note the tokens of every forward pass of `module` from its own arguments."""
+        signature = inspect.signature(module.forward)
+
+        def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            given = signature.bind_partial(*args, **kwargs).arguments
+            given = {**given.pop("kwargs", {}), **given}
+            self.enter(_read(given.get("input_ids"), given.get("inputs_embeds"), given))
+
+        def after(*_: object) -> None:
+            self.leave()
+
+        self._handles += [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+
+    def unwatch(self) -> None:
+        """Remove what `watch` installed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def sequences(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+        """View activations as [B, T, K] beside the mask [B, T] of real tokens.
+
+        Args:
+            x: Activations of the running pass: [B, T, K] or [B * T, K].
+            name: Module for error messages.
+
+        Returns:
+            The view, and the mask or None when nothing is padding.
+
+        Raises:
+            QuantizationError: It cannot be told which rows belong to which token.
+        """
+        if not self._running:
+            raise QuantizationError(
+                f"{name}: called outside of the model's forward pass, so padding is not known; "
+                "a range over tokens needs it (use granularity 'token' or static ranges)"
+            )
+        tokens = self._running[-1]
+        if tokens.unreadable is not None:
+            raise QuantizationError(f"{name}: padding is not known: {tokens.unreadable}")
+        if x.dim() == 2 and x.shape[0] == tokens.num_sequences * tokens.num_tokens:
+            x = x.unflatten(0, (tokens.num_sequences, tokens.num_tokens))
+        fits = tuple(x.shape[:-1]) == (tokens.num_sequences, tokens.num_tokens)
+        # Without padding a pass may hand on a part of its tokens, as generation does to the head.
+        part = x.dim() == 3 and x.shape[0] == tokens.num_sequences and tokens.real_BT is None
+        if not (fits or part):
+            raise QuantizationError(
+                f"{name}: input of shape {tuple(x.shape)} does not show which of "
+                f"{tokens.num_sequences} x {tokens.num_tokens} tokens a row belongs to, so "
+                "padding cannot be left out of its range (skip the module, or use granularity "
+                "'token' with dynamic ranges)"
+            )
+        return x, tokens.real_BT
+
+
+def _read(ids: object, embeddings: object, given: dict[str, object]) -> Tokens:
+    """Make `Tokens` of a causal language model's arguments."""
+    source = ids if isinstance(ids, Tensor) else embeddings
+    if not isinstance(source, Tensor):
+        return Tokens(0, 0, None, "the model was called with neither input_ids nor inputs_embeds")
+    num_sequences, num_tokens = source.shape[:2]
+    mask = given.get("attention_mask")
+    if mask is None:
+        return Tokens(num_sequences, num_tokens, None)
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != num_sequences:
+        shown = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        reason = f"attention_mask is not [sequences, tokens] but of {shown}"
+        return Tokens(num_sequences, num_tokens, None, reason)
+    # With a key/value cache the mask also covers earlier tokens.
+    real_BT = mask[:, -num_tokens:].bool()
+    return Tokens(num_sequences, num_tokens, None if bool(real_BT.all()) else real_BT)

@@ -57,10 +57,10 @@ class DepthRead(NamedTuple):
 
 def inverse_rms(value_BTD: Tensor, eps: float) -> Tensor:
     """Return 1 / sqrt(mean(v^2) + eps) of each token, [B, T] in fp32 or wider."""
-    wide_BTD = _widen(value_BTD)
-    # A dot product of the row with itself: no squared copy of the width is formed.
-    mean_BT = torch.linalg.vecdot(wide_BTD, wide_BTD) / wide_BTD.shape[-1]
-    return torch.rsqrt(mean_BT + eps)
+    # The norm widens and squares on the fly: no copy of the width is formed.
+    wide = torch.promote_types(value_BTD.dtype, torch.float32)
+    norm_BT = torch.linalg.vector_norm(value_BTD, dim=-1, dtype=wide)
+    return torch.rsqrt(norm_BT.square() / value_BTD.shape[-1] + eps)
 
 
 def pseudo_query_logits(query_D: Tensor, sources: Sequence[Source]) -> Tensor:
@@ -91,7 +91,8 @@ def mix(weights_BTS: Tensor, values: Sequence[Tensor]) -> Tensor:
     weights = weights_BTS.unsqueeze(-1).unbind(dim=-2)
     hidden_BTD = weights[0] * values[0]
     for weight_BT1, value_BTD in zip(weights[1:], values[1:], strict=True):
-        hidden_BTD = torch.addcmul(hidden_BTD, weight_BT1, _widen(value_BTD))
+        # In place: backward needs the weights and the sources, not the partial sums.
+        hidden_BTD = hidden_BTD.addcmul_(weight_BT1, _widen(value_BTD))
     return hidden_BTD.to(values[0].dtype)
 
 

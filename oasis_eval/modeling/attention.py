@@ -144,8 +144,9 @@ def _causal_mask(num_queries: int, num_keys: int, device: torch.device) -> Tenso
 def _scores(query_BHTD: Tensor, key_BKSD: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """Return scaled and capped dot products [B, H, T, S]."""
     key_BKDS = key_BKSD.transpose(-1, -2)
-    query_BKGTD = query_BHTD.unflatten(1, (key_BKSD.shape[1], -1))
-    scores: Tensor = (query_BKGTD @ key_BKDS.unsqueeze(2)).flatten(1, 2) * scaling
+    # Scaling the queries is one pass over T x D instead of T x S, and overflows later in fp16.
+    query_BKGTD = (query_BHTD * scaling).unflatten(1, (key_BKSD.shape[1], -1))
+    scores: Tensor = (query_BKGTD @ key_BKDS.unsqueeze(2)).flatten(1, 2)
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 

@@ -296,6 +296,8 @@ class TableSpec(Spec):
         default=("token_perplexity", "word_perplexity", "pass@1"), min_length=1
     )
     """Metrics to show, in this order; one that a task does not have takes no column."""
+    show: Literal["all", "first"] = "all"
+    """Whether a task under a protocol shows all of these metrics or the first that it has."""
     where: dict[str, tuple[str, ...]] = {}
     """Keep only records whose field matches one of the patterns (fnmatch); fields are the columns
     of the long form, for example `{protocol: [gptq-2048], limit: ["8"]}`."""

@@ -83,7 +83,7 @@ def annotate(grid: Grid, *, spec: TableSpec, long: pd.DataFrame) -> Table:
                 items = grid.members.get((row.place, column.place), ())
                 if cell.spread_kind == "std" and means_differ:
                     notes.append(texts.mean_note(cell.num_seeds))
-                notes += _cell_notes(items)
+                notes += _cell_notes(items, floor=cell.floor)
                 notes += [note for item in items for note in warned_cells.get(item.key, ())]
             marked.append(dataclasses.replace(cell, marks=footnotes.marks(notes)))
         cells.append(tuple(marked))
@@ -146,7 +146,7 @@ def _warnings(
     finished = {item.key: item for item in members if item.status == "ok"}
     for key in sorted(finished):
         for warning in finished[key].record.warnings:
-            by_warning.setdefault(" ".join(warning.split()), {})[key] = finished[key]
+            by_warning.setdefault(texts.warning_note(warning), {})[key] = finished[key]
     sizes: dict[tuple[Dimension, str], int] = {}
     dimensions: list[Dimension] = [
         name
@@ -163,11 +163,11 @@ def _warnings(
             values = {str(getattr(item, name)) for item in items}
             if len(items) > 1 and sum(sizes[name, value] for value in values) == len(items):
                 for value in values:
-                    headers.setdefault((name, value), []).append(f"Warning: {warning}")
+                    headers.setdefault((name, value), []).append(warning)
                 break
         else:
             for item in items:
-                keys.setdefault(item.key, []).append(f"Warning: {warning}")
+                keys.setdefault(item.key, []).append(warning)
     return headers, keys
 
 
@@ -223,12 +223,13 @@ def _spread_notes(grid: Grid) -> tuple[list[str], bool]:
     return notes, len(sizes) > 1
 
 
-def _cell_notes(items: Sequence[Observation]) -> list[str]:
+def _cell_notes(items: Sequence[Observation], *, floor: bool) -> list[str]:
     if all(item.status != "ok" for item in items):
         return sorted({texts.failure_note(item) for item in items})
-    notes = texts.seeds_notes(items)
-    losses = [texts.loss_note(item) for item in items]
-    return notes + [note for note in losses if note is not None]
+    found = [texts.loss_note(item) for item in items]
+    found += [texts.completions_note(item) for item in items]
+    found += [texts.answer_note(item) for item in items if floor]
+    return texts.seeds_notes(items) + [note for note in found if note is not None]
 
 
 def _metric_note(members: Sequence[Observation]) -> list[str]:

@@ -8,7 +8,7 @@ from oasis_eval.errors import RecordError
 from oasis_eval.report.observations import Observation, protocol_info, shown
 
 _EXACT = ("filter", "limit", "max_new_tokens", "chat_template")
-_WHERE_KNOWN = ("protocol_version", "window", "protocol_sha256", "data_sha256")
+_WHERE_KNOWN = ("protocol_version", "window", "protocol_sha256", "data_sha256", "fewshot_sha256")
 """Not compared with records that do not state them, for example imported ones."""
 _CELL_FIELDS = (
     "model",

@@ -19,6 +19,10 @@ from oasis_eval.report.observations import (
 from oasis_eval.spec import QuantScheme, TensorFormat
 
 _MAX_MODELS_LISTED = 4
+_LETTERS = "abcdefghijkmnpqrstuvwxyz"
+"""Without l and o, which read as 1 and 0 behind a number."""
+_TOLD_OTHERWISE = frozenset({"limit", "num_cut", "num_unread", "num_prompt_truncated"})
+"""Details that have their own words in the note, or differ from cell to cell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +52,12 @@ class Footnotes:
 
 
 def letters(index: int) -> str:
-    """Return a, b, ..., z, aa, ab, ... for 0, 1, ..."""
+    """Return a, b, ..., z, aa, ab, ... for 0, 1, ..., without the letters l and o."""
     text = ""
     index += 1
     while index:
-        index, digit = divmod(index - 1, 26)
-        text = chr(ord("a") + digit) + text
+        index, digit = divmod(index - 1, len(_LETTERS))
+        text = _LETTERS[digit] + text
     return text
 
 
@@ -72,8 +76,12 @@ def protocol_note(group: Sequence[Observation]) -> str:
     details: dict[str, dict[str, list[str]]] = {}
     for item, each in known:
         for key, value in each.details.items():
+            if key in _TOLD_OTHERWISE:
+                continue
             details.setdefault(key, {}).setdefault(shown(value), []).append(item.label)
-    parts += [f"{key} {_by_model(values)}" for key, values in sorted(details.items())]
+    parts += [
+        f"{key.replace('_', ' ')} {_by_model(values)}" for key, values in sorted(details.items())
+    ]
     first = group[0]
     if first.max_new_tokens is not None and "max_new_tokens" not in details:
         parts.append(f"at most {first.max_new_tokens} new tokens")
@@ -121,7 +129,9 @@ def describe_scheme(scheme: QuantScheme) -> str:
     ]
     if scheme.activations is not None:
         parts.append(f"at {', '.join(scheme.regions)}")
-    return ", ".join([*parts, f"{scheme.execution} ({scheme.backend})"])
+    how = "fake quantization" if scheme.execution == "fake" else "integer arithmetic"
+    backend = "" if scheme.backend == "fake" else f" by {scheme.backend}"
+    return ", ".join([*parts, how + backend])
 
 
 def failure_note(item: Observation) -> str:
@@ -160,10 +170,37 @@ def loss_note(item: Observation) -> str | None:
     return f"Mean loss {found['nll_nats'] / tokens:.4g} nats per token."
 
 
+def warning_note(warning: str) -> str:
+    """Repeat a warning that a run stored."""
+    return f"Warning: {' '.join(warning.split()).rstrip('.')}."
+
+
+def completions_note(item: Observation) -> str | None:
+    """Say how many completions were cut by the token limit or held no answer, if any."""
+    info = protocol_info(item.record, item.protocol)
+    if info is None or item.metric is None or not item.metric.startswith("pass@"):
+        return None
+    counts = (info.details.get("num_cut") or 0, info.details.get("num_unread") or 0)
+    if not any(counts):
+        return None
+    total = "" if item.count is None else f" of {item.count}"
+    return f"{counts[0]}{total} completions cut by the token limit, {counts[1]} without an answer."
+
+
+def answer_note(item: Observation) -> str | None:
+    """Give the loss of the reference answers, which still moves where Pass@k is at the floor."""
+    found = item.record.metric("answer_nll_per_token")
+    if found is None:
+        return None
+    return f"Mean loss of the reference answers {found.value:.4g} nats per token."
+
+
 def _format(tensor: TensorFormat) -> str:
     sharing = f"group of {tensor.group_size}" if tensor.group_size else tensor.granularity
     kind = "symmetric" if tensor.symmetric else "asymmetric"
-    ranges = tensor.ranges.replace("_", " ")
+    ranges = {"minmax": "min-max", "running_minmax": "running min-max"}.get(
+        tensor.ranges, tensor.ranges
+    )
     return f"{tensor.bits} bit {kind} per {sharing} ({ranges})"
 
 

@@ -79,21 +79,26 @@ def render_latex(table: Table) -> str:
     lines += _size(num_rows_columns + num_columns)
     lines.append(rf"\begin{{tabular}}{{{'l' * num_rows_columns}{'r' * num_columns}}}")
     lines.append(r"\toprule")
-    lines += _header(table)
+    rooms = _rooms(table)
+    lines += _header(table, rooms)
     lines.append(r"\midrule")
     for position, (headers, cells) in enumerate(zip(row_headers(table), table.cells, strict=True)):
         if starts_group(table, position):
             lines.append(r"\addlinespace")
         indent = table.rows[position].kind == "change" and num_rows_columns == 1
         first = ["" if label is None else _label(label, indent=indent) for label in headers]
-        lines.append(_row([*first, *(_cell(cell) for cell in cells)]))
+        texts = [
+            _number_text(cell) + _hanging(cell.marks, room)
+            for cell, room in zip(cells, rooms, strict=True)
+        ]
+        lines.append(_row([*first, *texts]))
     lines += [r"\bottomrule", r"\end{tabular}"]
     lines += _notes(table)
     lines.append(r"\end{table}")
     return "\n".join(lines) + "\n"
 
 
-def _header(table: Table) -> list[str]:
+def _header(table: Table, rooms: Sequence[str]) -> list[str]:
     shift = len(table.row_dimensions)
     levels = header_spans(table)
     lines = []
@@ -107,8 +112,29 @@ def _header(table: Table) -> list[str]:
         if rules:
             lines.append(" ".join(rules))
     names = [escape(dimension_header(name)) for name in table.row_dimensions]
-    lines.append(_row([*names, *(_label(span.label) for span in levels[-1])]))
+    inner = [
+        escape(label_text(span.label)) + _hanging(span.label.marks, room)
+        for span, room in zip(levels[-1], rooms, strict=True)
+    ]
+    lines.append(_row([*names, *inner]))
     return lines
+
+
+def _rooms(table: Table) -> list[str]:
+    """Return the widest footnote letters of each column."""
+    rooms = []
+    for index, span in enumerate(header_spans(table)[-1]):
+        marks = [span.label.marks, *(row[index].marks for row in table.cells)]
+        rooms.append(max(map(_marks, marks), key=len))
+    return rooms
+
+
+def _hanging(marks: Sequence[str], room: str) -> str:
+    """Set letters into a stretch that every cell of the column keeps free behind its number."""
+    own = _marks(marks)
+    if own == room:
+        return own
+    return (rf"\rlap{{{own}}}" if own else "") + rf"\phantom{{{room}}}"
 
 
 def _spanning(span: Span) -> str:
@@ -121,11 +147,9 @@ def _label(label: Label, *, indent: bool = False) -> str:
     return (r"\quad " if indent else "") + escape(label_text(label)) + _marks(label.marks)
 
 
-def _cell(cell: Cell) -> str:
-    """Set numbers in math; letters hang over the right so that numbers stay aligned."""
-    text = " ".join(_word(word) for word in cell_text(cell).split(" "))
-    marks = _marks(cell.marks)
-    return text + (rf"\rlap{{{marks}}}" if marks else "")
+def _number_text(cell: Cell) -> str:
+    """Set what a cell prints, its numbers in math."""
+    return " ".join(map(_word, cell_text(cell).split(" ")))
 
 
 def _word(word: str) -> str:
@@ -138,7 +162,7 @@ def _word(word: str) -> str:
 
 
 def _marks(marks: Sequence[str]) -> str:
-    return rf"\textsuperscript{{{marks_text(marks)}}}" if marks else ""
+    return rf"\,\textsuperscript{{{marks_text(marks)}}}" if marks else ""
 
 
 def _row(cells: Sequence[str]) -> str:
@@ -147,14 +171,16 @@ def _row(cells: Sequence[str]) -> str:
 
 def _size(num_columns: int) -> list[str]:
     """Set wide tables smaller and closer."""
-    if num_columns <= 8:
+    if num_columns <= 6:
         return []
-    size, separation = (r"\small", 4) if num_columns <= 12 else (r"\scriptsize", 3)
+    size, separation = (r"\small", 4) if num_columns <= 10 else (r"\scriptsize", 3)
     return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"]
 
 
 def _notes(table: Table) -> list[str]:
-    notes = [rf"{_marks((note.mark,))}~{escape(note.text)}\par" for note in table.footnotes]
+    notes = [
+        rf"\textsuperscript{{{note.mark}}}~{escape(note.text)}\par" for note in table.footnotes
+    ]
     notes += [rf"{escape(note)}\par" for note in table.notes]
     if not notes:
         return []

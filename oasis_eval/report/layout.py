@@ -66,9 +66,11 @@ def row_headers(table: Table) -> Iterator[tuple[Label | None, ...]]:
 
 
 def starts_group(table: Table, position: int) -> bool:
-    """Tell whether the outermost row header changes at a row, where rows have several levels."""
-    if position == 0 or len(table.row_dimensions) == 1:
+    """Tell whether a row begins a block: another outermost header, or a value after a change."""
+    if position == 0:
         return False
+    if len(table.row_dimensions) == 1:
+        return any(line.kind == "change" for line in table.rows[position - 1 : position])
     return not _under_one(table.rows[position - 1], table.rows[position], 0)
 
 

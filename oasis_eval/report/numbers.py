@@ -49,6 +49,10 @@ _STYLES = {
     "word_perplexity": MetricStyle("Word perplexity", "lower", 2),
     "byte_perplexity": MetricStyle("Byte perplexity", "lower", 3),
     "bits_per_byte": MetricStyle("Bits per byte", "lower", 3),
+    "token_perplexity_batch_mean": MetricStyle("Perplexity, batch mean", "lower", 2),
+    "answer_nll_per_token": MetricStyle("Answer NLL (nats)", "lower", 3),
+    "cut": MetricStyle("Cut (%)", "lower", 1, percent=True),
+    "unread": MetricStyle("Unread (%)", "lower", 1, percent=True),
     "nll_nats": MetricStyle("NLL (nats)", "lower"),
     "num_tokens": MetricStyle("Tokens"),
     "pass@1": MetricStyle("Pass@1 (%)", "higher", 1, percent=True),
@@ -102,7 +106,7 @@ def format_value(value: float, metric: str) -> str:
 def format_change(percent: float) -> str:
     """Print a relative change with its sign and two decimals."""
     text = format_number(percent, 2)
-    return f"+{text}" if percent > 0 and text != "0.00" else text
+    return f"+{text}" if math.isfinite(percent) and percent > 0 and text != "0.00" else text
 
 
 def is_floor(metric: str, value: float, *, stderr: float | None, count: int | None) -> bool:

@@ -48,6 +48,8 @@ class Observation:
     data: str | None
     """File name of local data, `repository@revision` of hub data."""
     data_sha256: str | None
+    fewshot_sha256: str | None
+    """Of the text that example questions come from."""
     max_new_tokens: int | None
     """Of generative metrics."""
     chat_template: bool | None
@@ -156,7 +158,9 @@ def _distinct(records: Iterable[RunRecord]) -> list[RunRecord]:
         by_key.setdefault(record.key, []).append(record)
     chosen = []
     for key in sorted(by_key):
-        same = sorted(by_key[key], key=lambda item: (item.status != "ok", item.reason or ""))
+        same = by_key[key]
+        if len(same) > 1:
+            same.sort(key=lambda item: (item.status != "ok", item.model_dump_json()))
         finished = [item for item in same if item.status == "ok"]
         if any(repr(item.metrics) != repr(finished[0].metrics) for item in finished[1:]):
             raise RecordError(
@@ -200,6 +204,7 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
         limit=spec.task.limit,
         data=data_name(record, data) if data else None,
         data_sha256=data.sha256 if data else None,
+        fewshot_sha256=_fewshot_sha256(record),
         max_new_tokens=spec.task.max_new_tokens if generated else None,
         chat_template=spec.task.chat_template if generated else None,
         seed=spec.seed,
@@ -217,6 +222,11 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
         key=record.key,
         record=record,
     )
+
+
+def _fewshot_sha256(record: RunRecord) -> str | None:
+    own = [item.sha256 for item in record.data if item.name == record.spec.task.name]
+    return own[1] if len(own) > 1 else None
 
 
 def _with_perplexities(record: RunRecord) -> Iterator[Metric]:

@@ -11,7 +11,7 @@ import csv
 import io
 import re
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from oasis_eval.report.grid import Cell, Label, Table
 from oasis_eval.report.latex import render_latex
@@ -27,6 +27,7 @@ from oasis_eval.report.observations import shown
 from oasis_eval.report.terminal import render_terminal
 
 Format = Literal["terminal", "csv", "csv-long", "latex", "markdown"]
+FORMATS: tuple[str, ...] = get_args(Format)
 
 _CHANGE = "change_percent"
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")

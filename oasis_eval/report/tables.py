@@ -110,6 +110,8 @@ def _select(observations: Sequence[Observation], spec: TableSpec) -> list[Observ
             f"they have: {', '.join(measured) or 'none, every run failed'}"
         )
     selected = [item for item in observations if item.metric in spec.metrics]
+    if spec.show == "first":
+        selected = _first_metrics(selected, spec.metrics)
     columns: dict[tuple[str, str], set[str]] = {}
     for item in selected:
         columns.setdefault((item.task, item.protocol), set()).add(item.metric or "")
@@ -123,6 +125,20 @@ def _select(observations: Sequence[Observation], spec: TableSpec) -> list[Observ
             f"table {spec.name!r}: no record has one of its metrics {', '.join(spec.metrics)}"
         )
     return selected
+
+
+def _first_metrics(
+    observations: Sequence[Observation], metrics: tuple[str, ...]
+) -> list[Observation]:
+    """Keep of each task and protocol the metric that comes first in `metrics`."""
+    first: dict[tuple[str, str], int] = {}
+    for item in observations:
+        place = (item.task, item.protocol)
+        rank = metrics.index(item.metric or "")
+        first[place] = min(rank, first.get(place, rank))
+    return [
+        item for item in observations if item.metric == metrics[first[item.task, item.protocol]]
+    ]
 
 
 def _usual_metric(protocol: str) -> str:
@@ -215,9 +231,10 @@ def _cell(observations: Sequence[Observation], spec: TableSpec) -> Cell:
     cell = Cell("ok", metric=metric, num_seeds=len(values), floor=all(floors))
     if len(values) == 1:
         cell = dataclasses.replace(cell, value=values[0])
-        if spec.uncertainty != "all" or finished[0].stderr is None:
+        stderr = finished[0].stderr
+        if spec.uncertainty != "all" or stderr is None or not math.isfinite(stderr):
             return cell
-        return dataclasses.replace(cell, spread=finished[0].stderr, spread_kind="stderr")
+        return dataclasses.replace(cell, spread=stderr, spread_kind="stderr")
     if not all(math.isfinite(value) for value in values):
         return dataclasses.replace(cell, value=sum(values))
     cell = dataclasses.replace(cell, value=statistics.fmean(values))
@@ -278,7 +295,7 @@ def _with_changes(grid: Grid, spec: TableSpec, baseline: _Baseline) -> Grid:
             there = (referred(row.place), column.place)
         else:
             there = (row.place, referred(column.place))
-        if there == (row.place, column.place):
+        if there == (row.place, column.place) and own.status == "ok":
             return Cell("reference", kind="change", metric=own.metric)
         return _change(own, at.get(there, Cell("missing")))
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rich.cells import cell_len
 
-from oasis_eval.report.grid import Cell, Label, Table
+from oasis_eval.report.grid import Label, Table
 from oasis_eval.report.layout import (
     Span,
     cell_text,
@@ -35,6 +35,7 @@ class _Layout(NamedTuple):
     heads: list[list[str]]
     """Row headers, column by column, the name of the dimension first."""
     body: list[list[str]]
+    """Innermost column headers, then the cells; letters aligned behind the numbers."""
     widths: list[int]
 
 
@@ -47,7 +48,7 @@ def render_terminal(table: Table, *, width: int | None) -> str:
             repeated. None: never split. Nothing is ever cut off.
     """
     heads = _row_heads(table)
-    body = [[_cell(cell) for cell in row] for row in table.cells]
+    body = _body(table)
     widths = _widths(table, body)
     head_width = sum(map(_column_width, heads)) + _GAP * (len(heads) - 1)
     lines = [] if table.caption is None else [plain(table.caption), ""]
@@ -79,10 +80,24 @@ def _row_heads(table: Table) -> list[list[str]]:
     return heads
 
 
+def _body(table: Table) -> list[list[str]]:
+    """Return innermost headers and cells, letters in a stretch of their own in each column."""
+    columns = []
+    for index, span in enumerate(header_spans(table)[-1]):
+        texts = [plain(label_text(span.label)), *(cell_text(row[index]) for row in table.cells)]
+        marks = [span.label.marks, *(row[index].marks for row in table.cells)]
+        letters = [_marks(mark) for mark in marks]
+        room = _column_width(letters)
+        columns.append(
+            [text + _left(mark, room) for text, mark in zip(texts, letters, strict=True)]
+        )
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
 def _widths(table: Table, body: Sequence[Sequence[str]]) -> list[int]:
     """Return column widths at which every cell and every header fits."""
     widths = [_column_width([row[position] for row in body]) for position in range(len(body[0]))]
-    for spans in reversed(header_spans(table)):
+    for spans in reversed(header_spans(table)[:-1]):
         for span in spans:
             missing = cell_len(_label(span.label)) - _span_width(widths, span)
             for step in range(max(missing, 0)):
@@ -109,10 +124,7 @@ def _block(layout: _Layout, start: int, stop: int) -> list[str]:
         lines.append(gap.join([margin, *names]))
         rules = [("─" if span.stop - span.start > 1 else " ") * size for span, size in pairs]
         lines.append(gap.join([margin, *rules]))
-    inner = [_right(_label(levels[-1][index].label), widths[index]) for index in range(start, stop)]
-    texts = [inner] + [
-        [_right(row[index], widths[index]) for index in range(start, stop)] for row in body
-    ]
+    texts = [[_right(row[index], widths[index]) for index in range(start, stop)] for row in body]
     for position, cells in enumerate(texts):
         if position > 0 and starts_group(table, position - 1):
             lines.append("")
@@ -147,10 +159,6 @@ def _span_width(widths: Sequence[int], span: Span) -> int:
 
 def _label(label: Label) -> str:
     return plain(label_text(label)) + _marks(label.marks)
-
-
-def _cell(cell: Cell) -> str:
-    return cell_text(cell) + _marks(cell.marks)
 
 
 def _marks(marks: Sequence[str]) -> str:

@@ -6,6 +6,7 @@ Every text is made from the records alone and holds no path, so that a table can
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from oasis_eval.report.observations import (
 from oasis_eval.spec import QuantScheme, TensorFormat
 
 _MAX_MODELS_LISTED = 4
+_ABSOLUTE_PATH = re.compile(r"(?<![\w./:])/(?:[^\s/'\":;,]+/)+([^\s/'\":;,]+)")
 _LETTERS = "abcdefghijkmnpqrstuvwxyz"
 """Without l and o, which read as 1 and 0 behind a number."""
 _TOLD_OTHERWISE = frozenset({"limit", "num_cut", "num_unread", "num_prompt_truncated"})
@@ -136,7 +138,7 @@ def describe_scheme(scheme: QuantScheme) -> str:
 
 def failure_note(item: Observation) -> str:
     """Say why a run has no number."""
-    reason = item.reason or "no reason recorded"
+    reason = _ABSOLUTE_PATH.sub(r"\1", item.reason or "no reason recorded")
     return f"{item.status.capitalize()}: {' '.join(reason.split()).rstrip('.')}."
 
 

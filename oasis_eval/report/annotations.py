@@ -7,8 +7,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import pandas as pd
-
 from oasis_eval.report import footnotes as texts
 from oasis_eval.report.comparable import grouped
 from oasis_eval.report.footnotes import Footnotes
@@ -43,7 +41,7 @@ class _Explanation:
         return sorted({note for note in found if note is not None})
 
 
-def annotate(grid: Grid, *, spec: TableSpec, long: pd.DataFrame) -> Table:
+def annotate(grid: Grid, *, spec: TableSpec, observations: Sequence[Observation]) -> Table:
     """Turn a grid into a table: texts of headers, letters of footnotes, explanations of marks."""
     members = [item for cell in grid.members.values() for item in cell]
     explanations = _explanations(members, grid)
@@ -106,7 +104,7 @@ def annotate(grid: Grid, *, spec: TableSpec, long: pd.DataFrame) -> Table:
         rows=rows,
         columns=columns,
         cells=tuple(cells),
-        long=long,
+        observations=tuple(observations),
         footnotes=footnotes.all(),
         notes=(*general, *_legend(cell for row_cells in cells for cell in row_cells)),
     )

@@ -1,18 +1,22 @@
-"""The table as a grid of labelled cells, the same for every output format."""
+"""The table as a grid of labelled cells, the same for every output format.
+
+pandas is loaded only for the frames: printing a table needs none of it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-import pandas as pd
+from typing import TYPE_CHECKING, Literal
 
 from oasis_eval.report.footnotes import Footnote
 from oasis_eval.report.numbers import Status
-from oasis_eval.report.observations import Observation
+from oasis_eval.report.observations import LONG_COLUMNS, Observation
 from oasis_eval.spec import Dimension, TableSpec
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 Kind = Literal["value", "change"]
 Place = tuple[str, ...]
@@ -90,8 +94,8 @@ class Table:
     columns: tuple[Line, ...]
     cells: tuple[tuple[Cell, ...], ...]
     """Row by row."""
-    long: pd.DataFrame
-    """Tidy form: one row per record and metric, all metrics of the records."""
+    observations: tuple[Observation, ...]
+    """Every number of the records, shown or not, in the order of the table."""
     footnotes: tuple[Footnote, ...]
     notes: tuple[str, ...]
     """Explanations of marks, without a letter."""
@@ -102,8 +106,19 @@ class Table:
         return self.spec.caption
 
     @property
+    def long(self) -> pd.DataFrame:
+        """Return the tidy form: one row per record and metric, all metrics of the records."""
+        import pandas as pd
+
+        rows = [[getattr(item, name) for name in LONG_COLUMNS] for item in self.observations]
+        frame = pd.DataFrame(rows, columns=list(LONG_COLUMNS), dtype=object)
+        return frame.astype({"value": float, "stderr": float})
+
+    @property
     def wide(self) -> pd.DataFrame:
         """Return the grid as numbers at full precision; NaN where a cell has a mark."""
+        import pandas as pd
+
         return pd.DataFrame(
             [
                 [math.nan if cell.value is None else cell.value for cell in row]
@@ -115,6 +130,8 @@ class Table:
 
 
 def _index(lines: Sequence[Line], dimensions: Sequence[Dimension]) -> pd.MultiIndex:
+    import pandas as pd
+
     return pd.MultiIndex.from_tuples(
         [(*line.place, line.kind) for line in lines], names=[*dimensions, "quantity"]
     )

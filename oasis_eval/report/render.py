@@ -23,7 +23,7 @@ from oasis_eval.report.layout import (
     plain,
 )
 from oasis_eval.report.numbers import MARKS
-from oasis_eval.report.observations import shown
+from oasis_eval.report.observations import LONG_COLUMNS, shown
 from oasis_eval.report.terminal import render_terminal
 
 Format = Literal["terminal", "csv", "csv-long", "latex", "markdown"]
@@ -124,19 +124,16 @@ def _full(value: float) -> str:
 
 
 def _long_rows(table: Table) -> Iterable[list[str]]:
-    yield [str(name) for name in table.long.columns]
-    for row in table.long.to_dict("records"):
-        yield [
-            _long_cell(str(name), value, ok=row["status"] == "ok") for name, value in row.items()
-        ]
+    yield list(LONG_COLUMNS)
+    for item in table.observations:
+        yield [_long_cell(getattr(item, name)) for name in LONG_COLUMNS]
 
 
-def _long_cell(name: str, value: object, *, ok: bool) -> str:
-    if value is None or (name == "value" and not ok):
+def _long_cell(value: object) -> str:
+    if value is None:
         return ""
     if isinstance(value, float):
-        absent = name == "stderr" and value != value  # noqa: PLR0124 - true of NaN alone
-        return "" if absent else _full(value)
+        return _full(value)
     return _no_formula(value) if isinstance(value, str) else shown(value)
 
 

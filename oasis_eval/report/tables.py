@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 from oasis_eval.errors import RecordError, SpecError, UnknownNameError
 from oasis_eval.paths import data_folder
 from oasis_eval.record import RunRecord
@@ -22,7 +20,7 @@ from oasis_eval.report.annotations import annotate
 from oasis_eval.report.comparable import check_cell, check_columns, check_names
 from oasis_eval.report.grid import Cell, Grid, Label, Line, Place, Table
 from oasis_eval.report.numbers import KNOWN_METRICS, is_floor
-from oasis_eval.report.observations import LONG_COLUMNS, Observation, keep, observe
+from oasis_eval.report.observations import Observation, keep, observe
 from oasis_eval.report.order import ranks
 from oasis_eval.spec import Dimension, TableSpec, parse, read_yaml
 
@@ -85,7 +83,7 @@ def build_table(records: Sequence[RunRecord], spec: TableSpec) -> Table:
     grid = _grid(selected, spec, baseline)
     if baseline is not None:
         grid = _with_changes(grid, spec, baseline)
-    return annotate(grid, spec=spec, long=_long(kept, spec))
+    return annotate(grid, spec=spec, observations=_in_order(kept, spec))
 
 
 def dimension_value(item: Observation, dimension: Dimension) -> str:
@@ -326,8 +324,8 @@ def _change(cell: Cell, base: Cell) -> Cell:
     return Cell("ok", kind="change", metric=cell.metric, value=percent)
 
 
-def _long(observations: Sequence[Observation], spec: TableSpec) -> pd.DataFrame:
-    """Return every number of the records as one row, in the order of the table."""
+def _in_order(observations: Sequence[Observation], spec: TableSpec) -> list[Observation]:
+    """Return the observations in the order of the table's rows and columns."""
     schemes = {item.scheme: item.record.spec.scheme for item in observations}
     names: tuple[Dimension, ...] = ("model", "scheme", "task", "protocol", "metric", "seed")
     positions = [
@@ -347,8 +345,4 @@ def _long(observations: Sequence[Observation], spec: TableSpec) -> pd.DataFrame:
         ]
         return (*places, item.filter or "", item.key)
 
-    rows = [
-        [getattr(item, name) for name in LONG_COLUMNS] for item in sorted(observations, key=key)
-    ]
-    frame = pd.DataFrame(rows, columns=list(LONG_COLUMNS), dtype=object)
-    return frame.astype({"value": float, "stderr": float})
+    return sorted(observations, key=key)

@@ -420,7 +420,7 @@ def test_report_imports_no_heavy_library() -> None:
     """Tables are made where no torch is installed."""
     code = (
         "import sys, oasis_eval.report.tables, oasis_eval.report.render;"
-        "print([name for name in ('torch', 'transformers', 'lm_eval', 'ray', 'datasets')"
+        "print([name for name in ('torch', 'transformers', 'lm_eval', 'ray', 'datasets', 'pandas')"
         " if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -14,6 +14,7 @@ from oasis_eval.report.observations import (
     Observation,
     data_name,
     evaluated_data,
+    fewshot_data,
     protocol_info,
     shown,
 )
@@ -73,18 +74,22 @@ def protocol_note(group: Sequence[Observation]) -> str:
     known = [(item, info) for item, info in infos if info is not None]
     if not known:
         return f"{group[0].protocol}: version and settings not recorded."
-    info = known[0][1]
+    first, info = known[0]
     parts = [f"{info.name} v{info.version} ({info.sha256[:8]}): {info.summary.rstrip('.')}"]
     details: dict[str, dict[str, list[str]]] = {}
     for item, each in known:
         for key, value in each.details.items():
             if key in _TOLD_OTHERWISE:
                 continue
-            details.setdefault(key, {}).setdefault(shown(value), []).append(item.label)
+            details.setdefault(key, {}).setdefault(_said(value), []).append(item.label)
     parts += [
-        f"{key.replace('_', ' ')} {_by_model(values)}" for key, values in sorted(details.items())
+        f"{key.replace('_', ' ')} {_by_model(values)}"
+        for key, values in sorted(details.items())
+        if set(values) != {"0"}
     ]
-    first = group[0]
+    counted = [info.details.get(name) for _, info in known for name in ("num_cut", "num_unread")]
+    if first.metric in ("pass@1", "pass@1_flexible") and set(counted) == {0}:
+        parts.append("no completion cut by the token limit or without an answer")
     if first.max_new_tokens is not None and "max_new_tokens" not in details:
         parts.append(f"at most {first.max_new_tokens} new tokens")
     if first.chat_template is not None and "chat_template" not in details:
@@ -106,7 +111,12 @@ def data_note(item: Observation) -> str | None:
         return None
     split = f", split {data.split}" if data.split else ""
     rows = f", {data.num_rows} rows"
-    return f"Data: {data_name(item.record, data)}{split}{rows}, sha256 {data.sha256[:8]}."
+    text = f"Data: {data_name(item.record, data)}{split}{rows}, sha256 {data.sha256[:8]}"
+    examples = fewshot_data(item.record)
+    if examples is not None:
+        name = data_name(item.record, examples)
+        text += f"; examples from {name}, sha256 {examples.sha256[:8]}"
+    return f"{text}."
 
 
 def scheme_note(group: Sequence[Observation]) -> str:
@@ -114,7 +124,8 @@ def scheme_note(group: Sequence[Observation]) -> str:
     scheme = group[0].record.spec.scheme
     dtypes = sorted({item.dtype for item in group})
     parts = [f"{scheme.name} ({group[0].scheme_sha256[:8]}): {describe_scheme(scheme)}"]
-    parts.append(f"computed in {' or '.join(dtypes)}")
+    if scheme.execution != "none" or dtypes != [scheme.name]:
+        parts.append(f"computed in {' or '.join(dtypes)}")
     return "; ".join(parts) + "."
 
 
@@ -204,6 +215,11 @@ def _format(tensor: TensorFormat) -> str:
         tensor.ranges, tensor.ranges
     )
     return f"{tensor.bits} bit {kind} per {sharing} ({ranges})"
+
+
+def _said(value: object) -> str:
+    """Return a setting's value in a sentence."""
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else shown(value)
 
 
 def _by_model(values: dict[str, list[str]]) -> str:

@@ -132,6 +132,12 @@ def evaluated_data(record: RunRecord) -> DataInfo | None:
     return next(iter(named or record.data), None)
 
 
+def fewshot_data(record: RunRecord) -> DataInfo | None:
+    """Return the text that example questions come from: the task's second entry."""
+    named = [item for item in record.data if item.name == record.spec.task.name]
+    return named[1] if len(named) > 1 else None
+
+
 def data_name(record: RunRecord, data: DataInfo) -> str:
     """Return the file name of local data, else where the data comes from."""
     local = record.spec.task.data is not None or "@" not in data.origin
@@ -184,7 +190,7 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
     protocol = metric.protocol if metric else spec.task.protocol
     info = protocol_info(record, protocol)
     window = info.details.get("window") if info else None
-    data = evaluated_data(record)
+    data, examples = evaluated_data(record), fewshot_data(record)
     generated = metric is not None and metric.name.startswith(("pass@", "exact_match"))
     return Observation(
         model=record.card.name,
@@ -204,7 +210,7 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
         limit=spec.task.limit,
         data=data_name(record, data) if data else None,
         data_sha256=data.sha256 if data else None,
-        fewshot_sha256=_fewshot_sha256(record),
+        fewshot_sha256=examples.sha256 if examples else None,
         max_new_tokens=spec.task.max_new_tokens if generated else None,
         chat_template=spec.task.chat_template if generated else None,
         seed=spec.seed,
@@ -222,11 +228,6 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
         key=record.key,
         record=record,
     )
-
-
-def _fewshot_sha256(record: RunRecord) -> str | None:
-    own = [item.sha256 for item in record.data if item.name == record.spec.task.name]
-    return own[1] if len(own) > 1 else None
 
 
 def _with_perplexities(record: RunRecord) -> Iterator[Metric]:

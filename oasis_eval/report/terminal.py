@@ -53,7 +53,8 @@ def render_terminal(table: Table, *, width: int | None) -> str:
     head_width = sum(map(_column_width, heads)) + _GAP * (len(heads) - 1)
     lines = [] if table.caption is None else [plain(table.caption), ""]
     layout = _Layout(table, heads, body, widths)
-    blocks = _blocks(widths, None if width is None else width - head_width)
+    beside = [line.kind == "change" for line in table.columns]
+    blocks = _blocks(widths, beside, None if width is None else width - head_width)
     for number, (start, stop) in enumerate(blocks):
         lines += [""] if number else []
         lines += _block(layout, start, stop)
@@ -122,6 +123,8 @@ def _block(layout: _Layout, start: int, stop: int) -> list[str]:
         pairs = list(zip(inside, sizes, strict=True))
         names = [_centered(_label(span.label), size) for span, size in pairs]
         lines.append(gap.join([margin, *names]))
+        if all(span.stop - span.start == 1 for span in inside):
+            continue
         rules = [("─" if span.stop - span.start > 1 else " ") * size for span, size in pairs]
         lines.append(gap.join([margin, *rules]))
     texts = [[_right(row[index], widths[index]) for index in range(start, stop)] for row in body]
@@ -136,16 +139,26 @@ def _block(layout: _Layout, start: int, stop: int) -> list[str]:
     return lines
 
 
-def _blocks(widths: Sequence[int], room: int | None) -> list[tuple[int, int]]:
-    """Split the columns into stretches that fit beside the row headers."""
+def _blocks(
+    widths: Sequence[int], beside: Sequence[bool], room: int | None
+) -> list[tuple[int, int]]:
+    """Split the columns into stretches that fit beside the row headers.
+
+    Args:
+        widths: Width of each column.
+        beside: Whether a column belongs beside the one before it.
+        room: Width to fit; None: no limit.
+    """
     if room is None:
         return [(0, len(widths))]
+    starts = [index for index, glued in enumerate(beside) if not glued or index == 0]
     blocks, start, used = [], 0, 0
-    for index, width in enumerate(widths):
-        if index > start and used + width + _GAP > room:
+    for index, stop in zip(starts, [*starts[1:], len(widths)], strict=True):
+        width = sum(widths[index:stop]) + _GAP * (stop - index)
+        if index > start and used + width > room:
             blocks.append((start, index))
             start, used = index, 0
-        used += width + _GAP
+        used += width
     return [*blocks, (start, len(widths))]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 import statistics
 import subprocess
 import sys
@@ -136,11 +137,11 @@ def test_failed_run_stands_in_the_columns_of_its_task() -> None:
     table = build_table(records, load_spec("results"))
 
     assert [line.place for line in table.columns] == [
-        ("wikitext2", "word_perplexity", "fp32"),
         ("wikitext2", "token_perplexity", "fp32"),
+        ("wikitext2", "word_perplexity", "fp32"),
         ("gsm8k", "pass@1", "fp32"),
     ]
-    assert [item.status for item in table.cells[0]] == ["failed", "ok", "failed"]
+    assert [item.status for item in table.cells[0]] == ["ok", "failed", "failed"]
 
 
 def test_only_failures_make_a_table_of_failures() -> None:
@@ -244,7 +245,7 @@ def test_first_metric_of_a_protocol() -> None:
     ]
     table = build_table(records, load_spec("results"))
 
-    assert [item.value for item in table.cells[0]] == [9.0, 5.0]
+    assert [item.value for item in table.cells[0]] == [5.0, 9.0]
 
 
 def test_equal_labels_are_told_apart() -> None:
@@ -317,7 +318,7 @@ def test_csv_reads_back_to_the_same_numbers() -> None:
     read = {
         name: [float(row[index]) for row in rows[1:] if row[index] not in ("failed", "n/a", "–")]
         for index, name in enumerate(rows[0])
-        if "/" in name and not name.endswith(("/std", "/seeds"))
+        if "/" in name and not name.endswith(("/std", "/stderr", "/seeds"))
     }
     for index, line in enumerate(table.columns):
         expected = [row[index].value for row in table.cells if row[index].value is not None]
@@ -350,8 +351,18 @@ def test_terminal_splits_a_wide_table_and_cuts_nothing() -> None:
     grid = split.split("\n[a]")[0]
 
     assert max(map(len, grid.splitlines())) <= 80
-    assert all(text in split for text in ("20.29 ± 0.20", "0.2 floor", "1.632e4"))
+    assert all(text in split for text in ("20.29 ± 0.20", "0.2 ± 0.2 floor", "1.632e4"))
     assert "…" not in whole + split
+
+
+@pytest.mark.parametrize("width", [40, 80, 100])
+def test_terminal_keeps_a_change_beside_its_value(width: int) -> None:
+    """A split never begins with a column of changes."""
+    table = build_table(gallery(), load_spec("schemes"))
+    lines = render(table, format="terminal", width=width).splitlines()
+    headers = [line for line in lines if line.startswith("Model")]
+
+    assert all(re.search(r"Scheme +(Perplexity|Pass@1)", line) for line in headers)
 
 
 def test_no_records_say_what_to_do() -> None:

@@ -1,0 +1,94 @@
+"""Cost of fake quantization: forward passes of a 50M-parameter Llama over 4 x 512 tokens, fp32.
+
+Every variant is timed once a round, in turn, so that a busy machine slows all alike; printed are
+medians of the ratio to the floating-point pass of the same round.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_fake.py [rounds]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from oasis_eval.quant.backends import quantize_
+from oasis_eval.quant.calibrate import Batch
+from oasis_eval.quant.layers import FakeQuantLinear
+from oasis_eval.quant.schemes import resolve
+
+SCHEMES = ("w8a8", "w4a4", "w4a4-g128", "w8a8-static-linear", "w8a16")
+TARGETS = {"w8a8": 1.15}
+
+
+def build_model() -> LlamaForCausalLM:
+    """Return a Llama of 51 million parameters with seeded random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=640,
+        intermediate_size=1792,
+        num_hidden_layers=8,
+        num_attention_heads=10,
+        num_key_value_heads=10,
+        vocab_size=16384,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def unshare(model: nn.Module) -> None:
+    """Make every layer quantize its input itself."""
+    for module in model.modules():
+        if isinstance(module, FakeQuantLinear):
+            module.quantization.session.shared = None
+
+
+def seconds(model: nn.Module, ids_BT: Tensor) -> float:
+    """Return the time of one forward pass."""
+    start = time.perf_counter()
+    with torch.no_grad():
+        model(input_ids=ids_BT, use_cache=False)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Time every variant and print a table of ratios."""
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
+    torch.set_num_threads(1)
+    ids_BT = torch.randint(0, 16384, (4, 512), generator=torch.Generator().manual_seed(1))
+    batch = Batch(ids_BT[:1], torch.ones_like(ids_BT[:1]))
+    models: dict[str, nn.Module] = {"fp32": build_model(), "fp32 again": build_model()}
+    for name in SCHEMES:
+        models[name] = build_model()
+        quantize_(models[name], resolve(name), [batch])
+    for name in ("w8a8", "w4a4"):
+        models[f"{name} unshared"] = build_model()
+        quantize_(models[f"{name} unshared"], resolve(name))
+        unshare(models[f"{name} unshared"])
+    ratios: dict[str, list[float]] = {name: [] for name in models}
+    for model in models.values():
+        seconds(model, ids_BT)
+    base = []
+    for _ in range(rounds):
+        times = {name: seconds(model, ids_BT) for name, model in models.items()}
+        base.append(times["fp32"])
+        for name, value in times.items():
+            ratios[name].append(value / times["fp32"])
+    print(f"fp32 pass over 4 x 512 tokens: {statistics.median(base):.2f} s, one thread")
+    print(f"{'variant':<24}{'ratio':>8}{'quartiles':>16}{'target':>8}")
+    for name, values in ratios.items():
+        low, _, high = statistics.quantiles(values, n=4)
+        target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
+        spread = f"{low:.3f}-{high:.3f}"
+        print(f"{name:<24}{statistics.median(values):>8.3f}{spread:>16}{target:>8}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint, corpus
 from oasis_eval.errors import CardMismatchError, CheckpointError, DataError, UnsupportedSchemeError
-from oasis_eval.modeling.interface import register
+from oasis_eval.modeling.registration import register
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.quant.backends import backend_for
 from oasis_eval.quant.calibrate import Batch
@@ -209,7 +209,9 @@ def calibration_batches(
 
 
 def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
-    logging.getLogger("transformers.modeling_utils").setLevel(logging.ERROR)
+    # transformers prints a load report of its own; what matters of it is checked below.
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,

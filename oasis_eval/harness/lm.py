@@ -176,6 +176,13 @@ class OasisLM(TemplateLM):
             limit=doc.get("oasis_limit"),
         )
 
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Score continuations given contexts, without lm-eval's bar over tokenization."""
+        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return result
+
     def _loglikelihood_tokens(
         self,
         requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
@@ -195,7 +202,7 @@ class OasisLM(TemplateLM):
             inputs = (context + continuation)[-(self.max_length + 1) :][:-1]
             offset = len(inputs) - len(continuation)
             windows.append(Window(input_ids=inputs, targets=continuation, offset=offset))
-        return [PairScore.of(score) for score in self._score(windows, disable_tqdm)]
+        return [PairScore.of(score) for score in self._score(windows, False)]
 
     def _score(self, windows: Sequence[Window], disable_tqdm: bool) -> list[WindowScore]:
         hidden = self._quiet or disable_tqdm

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from oasis_eval import corpus
@@ -92,7 +94,6 @@ def evaluate(
         DataError: The text is too short for the protocol, or the window too long for the model.
         SpecError: The generation budget does not fit the model.
     """
-    _quieten()
     from lm_eval.evaluator import evaluate as lm_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -111,7 +112,8 @@ def evaluate(
         include_path=str(data_folder("tasks")), include_defaults=False, metadata=metadata
     )
     names = _lm_eval_names(task.name, protocol)
-    loaded = manager.load(names)
+    with _own_progress_only():
+        loaded = manager.load(names)
     for item in loaded["tasks"].values():
         item.set_fewshot_seed(seed=FEWSHOT_SEED)
         if protocol.kind == "gsm8k":
@@ -124,27 +126,36 @@ def evaluate(
                 )
     model = OasisLM(prepared, batch_size=batch_size, quiet=quiet)
     per_item = protocol.per_document or protocol.kind == "gsm8k"
-    result = lm_evaluate(
-        lm=model,
-        task_dict=loaded,
-        limit=task.limit if per_item else None,
-        bootstrap_iters=0,
-        log_samples=True,
-        apply_chat_template=task.chat_template,
-        fewshot_as_multiturn=task.chat_template,
-    )
+    with _own_progress_only():
+        result = lm_evaluate(
+            lm=model,
+            task_dict=loaded,
+            limit=task.limit if per_item else None,
+            bootstrap_iters=0,
+            log_samples=True,
+            apply_chat_template=task.chat_template,
+            fewshot_as_multiturn=task.chat_template,
+        )
     assert result is not None  # only ranks above 0 get None
     if protocol.kind == "gsm8k":
         return _question_outcome(result, task, protocol, batch_size)
     return _text_outcome(result, names[0], task, protocol, batch_size)
 
 
-def _quieten() -> None:
-    """Keep lm-eval's and datasets' own chatter out of ours."""
-    import datasets
+@contextmanager
+def _own_progress_only() -> Iterator[None]:
+    """Keep lm-eval's log and its bars over requests from standing between ours."""
+    from lm_eval.api import task as lm_eval_task
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    datasets.disable_progress_bars()
+    logger = logging.getLogger("lm_eval")
+    level, bar = logger.level, lm_eval_task.tqdm
+    logger.setLevel(logging.ERROR)
+    lm_eval_task.tqdm = partial(bar, disable=True)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        lm_eval_task.tqdm = bar
 
 
 def _lm_eval_names(task: str, protocol: Protocol) -> list[str]:

@@ -59,6 +59,12 @@ _LIGATURES = re.compile(r"([-`',!?])(?=[-`',])")
 _NUMBER = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?)(?:e([+-]?[0-9]+))?")
 
 
+_TEXT_WIDTH_POINTS = 345.0
+_SIZES = (("", 5.0, 6), (r"\small", 4.6, 4), (r"\footnotesize", 4.2, 4), (r"\scriptsize", 3.8, 3))
+"""Command, mean width of a letter and half the gap between columns, in points."""
+_LETTERS_OF_MARKS = 1
+
+
 def escape(text: str) -> str:
     """Return `text` so that LaTeX prints exactly it.
 
@@ -76,8 +82,9 @@ def render_latex(table: Table) -> str:
     if table.caption is not None:
         lines.append(rf"\caption{{{escape(table.caption)}}}")
     lines.append(rf"\label{{tab:{re.sub('[^A-Za-z0-9:.-]', '-', table.spec.name)}}}")
-    lines += _size(num_rows_columns + num_columns)
-    lines.append(rf"\begin{{tabular}}{{{'l' * num_rows_columns}{'r' * num_columns}}}")
+    lines += _size(table)
+    shape = "l" * num_rows_columns + "r" * num_columns
+    lines.append(rf"\makebox[\linewidth][c]{{\begin{{tabular}}{{{shape}}}")
     lines.append(r"\toprule")
     rooms = _rooms(table)
     lines += _header(table, rooms)
@@ -92,7 +99,7 @@ def render_latex(table: Table) -> str:
             for cell, room in zip(cells, rooms, strict=True)
         ]
         lines.append(_row([*first, *texts]))
-    lines += [r"\bottomrule", r"\end{tabular}"]
+    lines += [r"\bottomrule", r"\end{tabular}}"]
     lines += _notes(table)
     lines.append(r"\end{table}")
     return "\n".join(lines) + "\n"
@@ -169,12 +176,24 @@ def _row(cells: Sequence[str]) -> str:
     return " & ".join(cells) + r" \\"
 
 
-def _size(num_columns: int) -> list[str]:
-    """Set wide tables smaller and closer."""
-    if num_columns <= 6:
-        return []
-    size, separation = (r"\small", 4) if num_columns <= 10 else (r"\scriptsize", 3)
-    return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"]
+def _size(table: Table) -> list[str]:
+    """Set a table smaller and closer until it is about as wide as an article's text."""
+    texts = [
+        [label_text(span.label), *(cell_text(row[index]) for row in table.cells)]
+        for index, span in enumerate(header_spans(table)[-1])
+    ]
+    texts += [
+        [label_text(line.labels[level]) for line in table.rows]
+        for level in range(len(table.row_dimensions))
+    ]
+    num_letters = sum(max(map(len, column)) + _LETTERS_OF_MARKS for column in texts)
+    fitting = [
+        (size, separation)
+        for size, points, separation in _SIZES
+        if num_letters * points + 2 * separation * len(texts) <= _TEXT_WIDTH_POINTS
+    ]
+    size, separation = fitting[0] if fitting else (_SIZES[-1][0], _SIZES[-1][2])
+    return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"] if size else []
 
 
 def _notes(table: Table) -> list[str]:

@@ -143,7 +143,7 @@ def test_latex_escapes_odd_text_in_every_place() -> None:
     """Cells, columns, rows, headers over columns, notes and caption are all escaped."""
     text = _odd_everywhere()
     commands = re.sub(
-        r"\\(begin|end)\{[a-z]+\}(\{[lr]+\}|\[t\]|\{\\linewidth\})?|\\label\{[^}]*\}|"
+        r"\\makebox\[\\linewidth\]\[c\]|\\(begin|end)\{[a-z]+\}(\{[lr]+\}|\[t\]|\{\\linewidth\})?|\\label\{[^}]*\}|"
         r"\\(caption|cmidrule\(lr\)|textsuperscript|rlap|phantom|setlength|multicolumn)|"
         r"\\(tabcolsep|toprule|midrule|bottomrule|addlinespace|par|medskip|quad|small|scriptsize|"
         r"footnotesize|raggedright|centering)\b|\\\\$|\\,|\$\\[a-z]+\$",

@@ -63,15 +63,17 @@ def eager(
 
 
 def formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """softmax1 as it is usually written: shift, exponentiate, add n to the sum, divide."""
+    """softmax1 in an eager attention function of transformers, as it is usually written."""
     groups = HEADS // KEY_HEADS
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     if mask is None:
         mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
-    scores = (query @ key.transpose(-1, -2) * SCALING).masked_fill(~mask, float("-inf"))
-    peak = scores.detach().amax(dim=-1, keepdim=True).clamp_min(0.0)
+    scores = query @ key.transpose(-1, -2) * SCALING
+    scores = scores + torch.where(mask, 0.0, torch.finfo(scores.dtype).min)
+    peak = scores.max(dim=-1, keepdim=True).values.clamp_min(0.0)
     weights = torch.exp(scores - peak)
-    return weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(-peak)) @ value
+    weights = weights / (weights.sum(dim=-1, keepdim=True) + torch.exp(-peak))
+    return (weights @ value).transpose(1, 2).contiguous()
 
 
 CONTENDERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]] = {

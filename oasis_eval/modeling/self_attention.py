@@ -58,13 +58,17 @@ class SelfAttentionTaps(AttentionTaps):
         """[B, K, T, C]."""
 
 
+class HeadGate(nn.Linear):
+    """Logit of one head's gate; a type of its own, so that `_init_weights` finds its bias."""
+
+
 class PerHeadGate(nn.Module):
     """One number a head: sigmoid of a linear map of the head's slice of the sublayer input."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
         # One Linear a head, so that quantizers treat the gate like any other projection.
-        self.heads = nn.ModuleList(nn.Linear(width // num_heads, 1) for _ in range(num_heads))
+        self.heads = nn.ModuleList(HeadGate(width // num_heads, 1) for _ in range(num_heads))
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return factors [B, T, H, 1]."""

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from oasis_eval import corpus
-from oasis_eval.errors import SpecError, UnknownNameError
+from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.harness.protocols import TASKS, Details, Protocol, parse_protocol
 from oasis_eval.paths import data_folder
 from oasis_eval.prepared import PreparedModel
@@ -91,7 +91,8 @@ def evaluate(
         quiet: Whether to hide progress bars.
 
     Raises:
-        DataError: The text is too short for the protocol, or the window too long for the model.
+        DataError: The text is too short for the protocol, has nothing to score, or the window is
+            too long for the model.
         SpecError: The generation budget does not fit the model.
     """
     from lm_eval.evaluator import evaluate as lm_evaluate
@@ -197,6 +198,11 @@ def _text_outcome(
                     "squares": window.squares,
                 }
             )
+    if not samples:
+        raise DataError(
+            f"{task.name}: {task.protocol} finds no token to score in "
+            f"{len(result['samples'][name])} documents"
+        )
     skipped = int(values.pop("num_skipped", details.get("skipped") or 0))
     details["skipped"] = skipped
     if protocol.kind == "qualcomm":

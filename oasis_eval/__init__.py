@@ -33,7 +33,7 @@ _PUBLIC = {
     "resolve_model": ("oasis_eval.registry", "resolve"),
 }
 
-__all__ = [  # noqa: PLE0604 - strings, spelled out for type checkers
+__all__ = [
     "EvaluationSpec",
     "__version__",
     "build_table",

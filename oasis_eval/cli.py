@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -159,6 +160,14 @@ def table(
         str | None,
         typer.Option(help="Model or scheme that relative changes refer to; 'reference': fp32."),
     ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=PATTERN",
+            help="Keep records whose field (a column of csv-long) matches: scheme=w8a8*, "
+            "limit=20. Repeatable; one field's patterns are alternatives.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write instead of the screen.")] = None,
 ) -> None:
     """Make a table of records: on screen, as CSV, LaTeX (booktabs) or Markdown.
@@ -174,7 +183,11 @@ def table(
     settings = load_spec(spec)
     if baseline is not None:
         settings = settings.model_copy(update={"baseline": baseline})
-    text = render(build_table(list(read_records(records)), settings), format=format)  # type: ignore[arg-type]  # checked above
+    if where:
+        settings = settings.model_copy(update={"where": {**settings.where, **_filters(where)}})
+    width = shutil.get_terminal_size().columns if out is None and sys.stdout.isatty() else None
+    built = build_table(list(read_records(records)), settings)
+    text = render(built, format=format, width=width)  # type: ignore[arg-type]  # checked above
     if out is None:
         sys.stdout.write(text if text.endswith("\n") else text + "\n")
     else:
@@ -204,8 +217,9 @@ def tasks() -> None:
     from oasis_eval.harness.protocols import DEFAULTS, TASKS, parse_protocol
 
     rows = [
-        (name, default, f"{DATA_SETS[name].repo} ({DATA_SETS[name].split})")
+        (name, default, f"{hub.repo} ({hub.split})" if hub.repo else "a file of yours")
         for name, default in TASKS.items()
+        for hub in (DATA_SETS[name],)
     ]
     _print_rows(("task", "default protocol", "data set (or --data NAME=FILE)"), rows)
     print()  # noqa: T201 - the command's output
@@ -258,12 +272,24 @@ def _mapping(items: list[str]) -> dict[str, str]:
     return mapping
 
 
+def _filters(items: list[str]) -> dict[str, tuple[str, ...]]:
+    filters: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        name, sign, pattern = item.partition("=")
+        if not sign or not name:
+            raise SpecError(f"--where {item!r}: expected FIELD=PATTERN")
+        filters[name] = (*filters.get(name, ()), pattern)
+    return filters
+
+
 def _print_table(records: list[RunRecord]) -> None:
     from oasis_eval.report.render import render
     from oasis_eval.report.tables import build_table, load_spec
 
     try:
-        text = render(build_table(records, load_spec("results")), format="terminal")
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        built = build_table(records, load_spec("results"))
+        text = render(built, format="terminal", width=width)
     except OasisError as error:  # the records are on disk whatever the table makes of them
         text = f"no single table shows these records: {error}"
     sys.stdout.write(text if text.endswith("\n") else text + "\n")

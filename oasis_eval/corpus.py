@@ -66,6 +66,9 @@ DATA_SETS: dict[str, HubData] = {
         layout="sentences",
         held_out=True,
     ),
+    "text": HubData(
+        repo="", config=None, split="", revision="", columns=("text",), layout="documents"
+    ),
     "gsm8k": HubData(
         repo="openai/gsm8k",
         config="main",
@@ -150,6 +153,8 @@ def load(name: str, *, split: str | None = None, data: str | None = None) -> Cor
     hub = DATA_SETS[name]
     if data is not None:
         return _load_file(name, Path(data).expanduser(), hub, split)
+    if not hub.repo:
+        raise DataError(f"{name}: stands for a file of yours; give it with --data {name}=FILE")
     return _load_hub(name, hub, split or hub.split)
 
 
@@ -159,10 +164,7 @@ def load_text_file(path: Path) -> Corpus:
     Raises:
         DataError: The file is missing, empty, or has no `text`.
     """
-    plain = HubData(
-        repo="", config=None, split="", revision="", columns=("text",), layout="documents"
-    )
-    return _load_file(path.name, path, plain, None)
+    return _load_file(path.name, path, DATA_SETS["text"], None)
 
 
 def builtin() -> Corpus:

@@ -27,9 +27,9 @@ def run(out: Path) -> pipeline.Report:
     spec = EvaluationSpec(
         models=(MODEL,),
         schemes=("fp32", "w8a8", "w8a8-static-linear", "w4a4"),
-        tasks=("wikitext2",),
+        tasks=("text",),
         window=512,
-        data={"wikitext2": str(data_folder("tasks") / "text" / "demo.txt")},
+        data={"text": str(data_folder("tasks") / "text" / "demo.txt")},
     )
     print(  # noqa: T201 - the command's output
         f"{MODEL} (its weights were 4-bit before) on a short story, four schemes.\n"

@@ -222,7 +222,7 @@ class TaskRef(Spec):
     """One task, how it is scored, and on which text."""
 
     name: str
-    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, or the name of a task file."""
+    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, or `text` for a file of one's own."""
     protocol: str
     """Named protocol; for GSM8K it is `gsm8k-5shot` or one with another number of shots."""
     data: str | None = None

@@ -35,6 +35,7 @@ TASKS: dict[str, str] = {
     "wikitext2": "gptq-2048",
     "wiki40b": "qualcomm-512",
     "bookcorpus": "qualcomm-512",
+    "text": "gptq-2048",
     "gsm8k": "gsm8k-5shot",
 }
 """Task names of `evaluate` and their default protocols."""

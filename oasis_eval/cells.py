@@ -13,7 +13,7 @@ from oasis_eval.errors import OasisError
 from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.harness.run import TaskData
 from oasis_eval.prepared import PreparedModel
-from oasis_eval.record import SCHEMA_VERSION, Provenance, RunRecord
+from oasis_eval.record import SCHEMA_VERSION, DataInfo, Provenance, RunRecord
 from oasis_eval.spec import ModelCard, RunSpec, content_hash
 
 NUMBERS_VERSION = 1
@@ -33,7 +33,8 @@ class Cell:
     """Why the cell cannot run, known before anything loads."""
     unsupported: str | None = None
     digest: str | None = None
-    calibration_sha256: str | None = None
+    calibration: DataInfo | None = None
+    """The text that fixes static ranges."""
 
     @property
     def identity(self) -> str:
@@ -57,7 +58,7 @@ class Cell:
                 "card": self.card.model_dump(mode="json", exclude={"name", "source"}),
                 "checkpoint": self.digest,
                 "data": [info.sha256 for info in self.data.infos],
-                "calibration": self.calibration_sha256,
+                "calibration": self.calibration.sha256 if self.calibration else None,
                 "protocol": protocol.sha256,
                 "versions": versions(),
             }

@@ -214,7 +214,8 @@ class _Run:
             return
         try:
             text = calibration_corpus(settings, self.spec.data.get("calibration"))
-            cell.calibration_sha256 = text.sha256
+            name = f"calibration:{text.name}"
+            cell.calibration = text.info.model_copy(update={"name": name})
         except DataError as error:
             cell.problem = cell.problem or error
 
@@ -292,8 +293,11 @@ class _Run:
         except Exception as error:  # noqa: BLE001 - one bad cell must not end the grid
             return cell.failed_record(error), []
         warnings = [*prepared.warnings, *outcome.warnings]
-        if cell.calibration_sha256 == cell.data.corpora[0].sha256:
+        data = cell.data.infos
+        if cell.calibration is not None and cell.calibration.sha256 == data[0].sha256:
             warnings.append("calibration and evaluation read the same text")
+        if cell.calibration is not None:
+            data = (*data, cell.calibration)
         record = RunRecord(
             key=cell.key,
             spec=run,
@@ -302,7 +306,7 @@ class _Run:
             metrics=outcome.metrics,
             coverage=prepared.coverage,
             protocols=(outcome.protocol,),
-            data=cell.data.infos,
+            data=data,
             warnings=tuple(warnings),
             provenance=provenance(prepared, started=started, seconds=time.perf_counter() - clock),
         )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.utils import ModelOutput
 
 from oasis_eval.harness.protocols import Window
 
@@ -40,12 +41,12 @@ class WindowScore(NamedTuple):
 class _FixedHidden(nn.Module):
     """Stands in for the backbone and returns given hidden states."""
 
-    def __init__(self, hidden_1RD: Tensor) -> None:
+    def __init__(self, output: ModelOutput) -> None:
         super().__init__()
-        self.hidden_1RD = hidden_1RD
+        self.output = output
 
-    def forward(self, *args: object, **kwargs: object) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=self.hidden_1RD)
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
+        return self.output
 
 
 class Scorer:
@@ -60,6 +61,7 @@ class Scorer:
         """
         self._model = model
         self._device = device
+        self._output_kind: type[ModelOutput] = BaseModelOutputWithPast
         self.tiled = self._head_runs_apart()
         """Whether the head runs over tiles; if not, whole logits are computed window by window."""
 
@@ -128,7 +130,7 @@ class Scorer:
                 yield logits_TV[window.offset : window.offset + end - start], targets_R[start:end]
                 start = end
             return
-        hidden_BTD = self._hidden(ids_BT)
+        hidden_BTD = self._backbone(ids_BT).last_hidden_state
         rows = [
             hidden_BTD[row, window.offset : window.offset + len(window.targets)]
             for row, window in enumerate(batch)
@@ -138,15 +140,14 @@ class Scorer:
         for start in range(0, len(hidden_RD), size):
             yield self._head(hidden_RD[start : start + size]), targets_R[start : start + size]
 
-    def _hidden(self, ids_BT: Tensor) -> Tensor:
+    def _backbone(self, ids_BT: Tensor) -> Any:
         backbone = self._model.get_submodule(self._model.base_model_prefix)
-        hidden: Tensor = backbone(input_ids=ids_BT, use_cache=False).last_hidden_state
-        return hidden
+        return backbone(input_ids=ids_BT, use_cache=False)
 
     def _head(self, hidden_RD: Tensor) -> Tensor:
         """Run what the model's forward does after its backbone."""
         view = copy.copy(self._model)  # shares every parameter; only the backbone is exchanged
-        stand_in = _FixedHidden(hidden_RD[None])
+        stand_in = _FixedHidden(self._output_kind(last_hidden_state=hidden_RD[None]))
         view._modules = {**self._model._modules, self._model.base_model_prefix: stand_in}
         dummy = torch.zeros(1, len(hidden_RD), dtype=torch.long, device=self._device)
         logits: Tensor = view(input_ids=dummy, use_cache=False).logits
@@ -166,9 +167,17 @@ class Scorer:
         vocabulary = self._model.get_input_embeddings().weight.shape[0]
         ids_1T = (torch.arange(_PROBE_TOKENS, device=self._device) * 7 % vocabulary)[None]
         whole_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0].float()
-        hidden_TD = self._hidden(ids_1T)[0]
+        output = self._backbone(ids_1T)
+        if not isinstance(output, ModelOutput) or "last_hidden_state" not in output:
+            return False
+        self._output_kind = type(output)  # a model's forward may read fields of its own
+        hidden_TD = output.last_hidden_state[0]
         half = _PROBE_TOKENS // 2
-        apart_TV = torch.cat([self._head(hidden_TD[:half]), self._head(hidden_TD[half:])]).float()
+        try:
+            parts = [self._head(hidden_TD[:half]), self._head(hidden_TD[half:])]
+        except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+            return False  # the forward needs more of its backbone than hidden states
+        apart_TV = torch.cat(parts).float()
         if apart_TV.shape != whole_TV.shape:
             return False
         bound = _PROBE_TOLERANCE * float(whole_TV.abs().max())

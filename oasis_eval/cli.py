@@ -241,6 +241,28 @@ def schemes() -> None:
     )
 
 
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)
+def harness(context: typer.Context) -> None:
+    """Run lm-eval's own command line with model type `oasis` and our tasks.
+
+    Example: oasis-eval harness run --model oasis --model_args model=./my-llama,scheme=w4a4
+    --tasks arc_easy,oasis_wikitext2
+    """
+    if context.args in (["--help"], ["-h"]):
+        print(context.get_help())  # noqa: T201 - the command's output
+        print("\nEverything after `harness` goes to lm-eval: try `oasis-eval harness run --help`.")  # noqa: T201
+        return
+    from oasis_eval.harness.plugin import main as lm_eval_main
+
+    lm_eval_main(context.args)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of records and tables.")] = Path("demo-output"),

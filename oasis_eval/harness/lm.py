@@ -146,6 +146,18 @@ class OasisLM(TemplateLM):
         ids = encode(self.tokenizer, string, special_tokens=False)
         return [*head_tokens(self.tokenizer), *ids] if add_special_tokens else ids
 
+    def set_cache_hook(self, cache_hook: object) -> None:
+        """Refuse lm-eval's response cache.
+
+        Raises:
+            SpecError: Always; the cache knows the request only, so a W4A4 run would be given a
+                floating-point answer.
+        """
+        raise SpecError(
+            "--use_cache keys on the request's text alone, so another scheme or checkpoint would "
+            "get this one's answers; run without it (`oasis-eval evaluate` keeps records)"
+        )
+
     # --- perplexity -------------------------------------------------------------------------
 
     def loglikelihood_rolling(
@@ -185,24 +197,31 @@ class OasisLM(TemplateLM):
 
     def _loglikelihood_tokens(
         self,
-        requests: Sequence[tuple[tuple[str, str] | None, list[int], list[int]]],
+        requests: Sequence[tuple[tuple[str, str] | None, list[int | None], list[int]]],
         disable_tqdm: bool = False,
         **kwargs: object,
     ) -> list[tuple[float, bool]]:
         """Score continuations given contexts; a context too long loses its beginning."""
         windows = []
-        for _, context, continuation in requests:
+        for _, given, continuation in requests:
+            # lm-eval writes None for a prefix token that does not exist, and hands white space at
+            # the end of a context, which may be all of it, on to the continuation.
+            context = [token for token in given if token is not None] or self._prefix()
             if len(continuation) > self.max_length or not continuation:
                 raise DataError(
                     f"a continuation has {len(continuation)} tokens; expected 1 to "
                     f"{self.max_length}, the model's positions"
                 )
-            if context and context[0] is None:
-                raise DataError("the tokenizer has neither a start nor an end token to begin with")
             inputs = (context + continuation)[-(self.max_length + 1) :][:-1]
             offset = len(inputs) - len(continuation)
             windows.append(Window(input_ids=inputs, targets=continuation, offset=offset))
         return [PairScore.of(score) for score in self._score(windows, False)]
+
+    def _prefix(self) -> list[int]:
+        token = self.prefix_token_id
+        if token is None:
+            raise DataError("the tokenizer has neither a start nor an end token to begin with")
+        return [token]
 
     def _score(self, windows: Sequence[Window], disable_tqdm: bool) -> list[WindowScore]:
         hidden = self._quiet or disable_tqdm
@@ -235,7 +254,7 @@ class OasisLM(TemplateLM):
 
     def _prompt(self, text: str, options: _Generation) -> tuple[list[int], bool]:
         """Tokenize a prompt and cut its beginning where the window demands it."""
-        ids = self.tok_encode(text)
+        ids = self.tok_encode(text) or self._prefix()
         room = self.max_length - options.max_new_tokens
         if room < 1:
             raise SpecError(
@@ -256,8 +275,8 @@ class OasisLM(TemplateLM):
         for row, prompt in enumerate(prompts):
             ids_BT[row, width - len(prompt) :] = torch.tensor(prompt, device=self._device)
             mask_BT[row, width - len(prompt) :] = 1
-        ends = self._end_tokens()
-        stopped = _StopStrings(self.tokenizer, options.until, width)
+        ends = self._end_tokens(options.until)
+        stopped = _StopStrings(self.tokenizer, options.until, shape=(len(prompts), width))
         # A checkpoint's own generation defaults (a short max_length, a repetition penalty, ...)
         # must not reach a measurement, so ours replace them while it runs.
         config = GenerationConfig(
@@ -268,9 +287,9 @@ class OasisLM(TemplateLM):
         )
         output_BT = self._generate_ids(ids_BT, mask_BT, config, stopped)
         completions = []
-        for row in output_BT[:, width:].tolist():
+        for row, length in zip(output_BT[:, width:].tolist(), stopped.lengths, strict=True):
             ended = next((at for at, token in enumerate(row) if token in ends), None)
-            kept = row if ended is None else row[:ended]
+            kept = row[:ended][:length]  # padding follows where the rest of a batch went on
             text, found = _cut(self.tokenizer.decode(kept, skip_special_tokens=True), options.until)
             completion = Completion(text)
             completion.cut = ended is None and not found and len(kept) >= options.max_new_tokens
@@ -298,10 +317,17 @@ class OasisLM(TemplateLM):
             self._model.generation_config = before
         return output
 
-    def _end_tokens(self) -> list[int]:
+    def _end_tokens(self, until: list[str]) -> list[int]:
+        """Return the model's end tokens, and stop strings that are special tokens.
+
+        Decoding drops special tokens, so they are not to be found in the text.
+        """
         given = getattr(self._model.generation_config, "eos_token_id", None)
         listed = given if isinstance(given, list) else [given]
-        return sorted({t for t in (*listed, self.tokenizer.eos_token_id) if t is not None})
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = [index for index, token in added if token.special and token.content in until]
+        found = {*listed, self.tokenizer.eos_token_id, *special}
+        return sorted(token for token in found if token is not None)
 
 
 class _Generation:
@@ -334,16 +360,22 @@ class _Generation:
 class _StopStrings(StoppingCriteria):
     """Stops each row when its decoded text holds a stop string, however it is tokenized."""
 
-    def __init__(self, tokenizer: Any, until: list[str], start: int) -> None:
+    def __init__(self, tokenizer: Any, until: list[str], *, shape: tuple[int, int]) -> None:
+        """Take what to look for and the shape of the prompts, [sequences, tokens]."""
         self._tokenizer = tokenizer
         self._until = until
-        self._start = start
+        self._start = shape[1]
+        self.lengths: list[int | None] = [None] * shape[0]
+        """New tokens of each row when its stop string was complete; None: not found."""
 
     def __call__(
         self, input_ids: torch.Tensor, scores: object, **kwargs: object
     ) -> torch.BoolTensor:
         texts = self._tokenizer.batch_decode(input_ids[:, self._start :], skip_special_tokens=True)
         done = [any(stop in text for stop in self._until) for text in texts]
+        for row, is_done in enumerate(done):
+            if is_done and self.lengths[row] is None:
+                self.lengths[row] = input_ids.shape[1] - self._start
         return torch.tensor(done, device=input_ids.device)  # type: ignore[return-value]
 
 

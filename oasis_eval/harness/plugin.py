@@ -1,0 +1,122 @@
+"""The suite inside lm-eval's own command line: model type `oasis` and our tasks.
+
+lm-eval 0.4.13 discovers no plugins, so `main` registers both and hands over. Releases that read the
+entry point `lm_eval.models` find the model type by themselves.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from oasis_eval import registry
+from oasis_eval.errors import SpecError
+from oasis_eval.harness.lm import OasisLM
+from oasis_eval.loading import load, prepare
+from oasis_eval.paths import data_folder
+from oasis_eval.quant.schemes import resolve
+from oasis_eval.spec import Dtype
+
+
+class PluginLM(OasisLM):
+    """Model type `oasis`: `--model_args model=CARD_OR_PATH,scheme=w4a4`."""
+
+    def __init__(  # noqa: PLR0913 - lm-eval hands every option over as a keyword
+        self,
+        model: str,
+        *,
+        scheme: str = "fp32",
+        dtype: Dtype | None = None,
+        calibration: str | None = None,
+        batch_size: int | str = 1,
+        device: str | None = None,
+        max_batch_size: int | None = None,
+    ) -> None:
+        """Load and prepare a model as `oasis-eval evaluate` would.
+
+        Args:
+            model: What `evaluate` takes: a card, folder, GGUF file, package or hub id.
+            scheme: Preset name or YAML file.
+            dtype: Compute dtype; default fp32 on the CPU, bf16 elsewhere.
+            calibration: Local file that replaces the scheme's calibration text.
+            batch_size: A number: the batch changes results under dynamic ranges, so none is
+                chosen automatically.
+            device: `cpu`, `cuda`, ...
+            max_batch_size: Accepted for lm-eval's sake; must not be given.
+        """
+        if not str(batch_size).isdigit() or max_batch_size is not None:
+            raise SpecError(
+                f"--batch_size {batch_size!r}: expected a number, 'auto' is not offered"
+            )
+        place = device or "cpu"
+        compute: Dtype = dtype or ("fp32" if place == "cpu" else "bf16")
+        chosen = resolve(scheme)
+        reference = load(registry.resolve(model), dtype=chosen.dtype or compute, device=place)
+        # lm-eval keeps the model until the process ends, and so the scheme stays on.
+        self._prepared = ExitStack()
+        prepared = self._prepared.enter_context(
+            prepare(reference, chosen, dtype=compute, calibration_data=calibration, last=True)
+        )
+        super().__init__(prepared, batch_size=int(batch_size))
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what lm-eval's result file should say about the model."""
+        return {
+            "oasis_checkpoint_sha256": self.prepared.digest,
+            "oasis_scheme": self.prepared.scheme.name,
+            "oasis_dtype": self.prepared.dtype,
+            "oasis_device": self.prepared.device,
+        }
+
+
+def _device(asked: str | None) -> str:
+    """Return where to run; lm-eval asks for `cuda:0` whenever its user asked for nothing."""
+    import torch
+
+    if asked == "cuda:0" and not torch.cuda.is_available():
+        print("no CUDA device here: running on the CPU", file=sys.stderr)  # noqa: T201 - a notice
+        return "cpu"
+    return asked or "cpu"
+
+
+def register() -> None:
+    """Make the model type known to lm-eval; a second call changes nothing."""
+    from lm_eval.api.registry import model_registry
+
+    if "oasis" not in model_registry:
+        model_registry.register("oasis", target="oasis_eval.harness.plugin:PluginLM")
+
+
+def main(arguments: list[str]) -> None:
+    """Run lm-eval's command line with our model type and tasks registered.
+
+    Args:
+        arguments: What lm-eval would get, for example `["run", "--model", "oasis", ...]`.
+    """
+    import lm_eval.tasks
+    from lm_eval.__main__ import cli_evaluate
+    from lm_eval.tasks import TaskManager
+
+    class WithOurTasks(TaskManager):
+        """lm-eval's task manager with one more folder."""
+
+        def __init__(
+            self,
+            *args: Any,
+            include_path: str | Path | list[str | Path] | None = None,
+            **kwargs: Any,
+        ) -> None:
+            given = include_path if isinstance(include_path, list) else [include_path]
+            paths = [data_folder("tasks"), *(path for path in given if path)]
+            super().__init__(*args, include_path=paths, **kwargs)
+
+    register()
+    before = lm_eval.tasks.TaskManager, sys.argv
+    lm_eval.tasks.TaskManager = WithOurTasks
+    sys.argv = ["oasis-eval harness", *arguments]
+    try:
+        cli_evaluate()
+    finally:
+        lm_eval.tasks.TaskManager, sys.argv = before

@@ -47,10 +47,8 @@ class PluginLM(OasisLM):
             max_batch_size: Accepted for lm-eval's sake; must not be given.
         """
         if not str(batch_size).isdigit() or max_batch_size is not None:
-            raise SpecError(
-                f"--batch_size {batch_size!r}: expected a number, 'auto' is not offered"
-            )
-        place = device or "cpu"
+            raise SpecError(f"--batch_size {batch_size!r}: expected a number, not 'auto'")
+        place = _device(device)
         compute: Dtype = dtype or ("fp32" if place == "cpu" else "bf16")
         chosen = resolve(scheme)
         reference = load(registry.resolve(model), dtype=chosen.dtype or compute, device=place)

@@ -1,7 +1,7 @@
 """Cost of fake quantization: forward passes of a 50M-parameter Llama over 4 x 512 tokens, fp32.
 
-Every variant is timed once a round, in turn, so that a busy machine slows all alike; printed are
-medians of the ratio to the floating-point pass of the same round.
+Every variant is timed once a round, in turn, in CPU seconds of one thread, so that a busy machine
+slows all alike; printed are medians of the ratio to the floating-point pass of the same round.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_fake.py [rounds]
 """
@@ -51,11 +51,11 @@ def unshare(model: nn.Module) -> None:
 
 
 def seconds(model: nn.Module, ids_BT: Tensor) -> float:
-    """Return the time of one forward pass."""
-    start = time.perf_counter()
+    """Return the CPU time of one forward pass."""
+    start = time.process_time()
     with torch.no_grad():
         model(input_ids=ids_BT, use_cache=False)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def main() -> None:

@@ -49,9 +49,12 @@ class PaddingContext:
         signature = inspect.signature(module.forward)
 
         def before(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            given = signature.bind_partial(*args, **kwargs).arguments
-            given = {**given.pop("kwargs", {}), **given}
-            self.enter(_read(given.get("input_ids"), given.get("inputs_embeds"), given))
+            # Keyword arguments may be swallowed by the signature's own **kwargs.
+            given = signature.bind_partial(*args, **kwargs).arguments | kwargs
+            source = given.get("input_ids")
+            if source is None:
+                source = given.get("inputs_embeds")
+            self.enter(_read(source, given.get("attention_mask")))
 
         def after(*_: object) -> None:
             self.leave()
@@ -103,13 +106,11 @@ class PaddingContext:
         return x, tokens.real_BT
 
 
-def _read(ids: object, embeddings: object, given: dict[str, object]) -> Tokens:
-    """Make `Tokens` of a causal language model's arguments."""
-    source = ids if isinstance(ids, Tensor) else embeddings
+def _read(source: object, mask: object) -> Tokens:
+    """Make `Tokens` of a causal language model's token ids or embeddings, and its mask."""
     if not isinstance(source, Tensor):
         return Tokens(0, 0, None, "the model was called with neither input_ids nor inputs_embeds")
     num_sequences, num_tokens = source.shape[:2]
-    mask = given.get("attention_mask")
     if mask is None:
         return Tokens(num_sequences, num_tokens, None)
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.shape[0] != num_sequences:

@@ -117,11 +117,12 @@ def test_zero_rows_stay_zero(granularity: Granularity, ranges: str) -> None:
     assert bool(torch.isfinite(after).all())
 
 
+@pytest.mark.parametrize("k", [20, 90])
 @pytest.mark.parametrize("ranges", ["percentile", "mse"])
-def test_powers_of_two_pass_through_estimators(ranges: str) -> None:
-    """Clipped ranges are relative to the data too."""
+def test_powers_of_two_pass_through_estimators(ranges: str, k: int) -> None:
+    """Clipped ranges are relative to the data too, even where its squares underflow."""
     weight_NK = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     fmt = make_format(ranges, "channel")
-    expected = fake_quantize_weight(weight_NK, fmt) * 2.0**-20
+    expected = fake_quantize_weight(weight_NK, fmt) * 2.0**-k
 
-    assert torch.equal(expected, fake_quantize_weight(weight_NK * 2.0**-20, fmt))
+    assert torch.equal(expected, fake_quantize_weight(weight_NK * 2.0**-k, fmt))

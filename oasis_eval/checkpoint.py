@@ -13,6 +13,7 @@ import importlib.util
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -75,18 +76,39 @@ def as_safetensors(path: Path, *, content: str) -> Path:
     """
     if path.is_dir():
         return path
-    target = cache_folder() / "gguf" / f"v{_CONVERTER_VERSION}-{content[:32]}"
+    return cached_folder(
+        f"gguf/v{_CONVERTER_VERSION}-{content[:32]}",
+        lambda folder: _convert_gguf(path, folder),
+        origin=str(path),
+    )
+
+
+def cached_folder(name: str, build: Callable[[Path], None], *, origin: str) -> Path:
+    """Return a folder of the cache that is either whole or not there.
+
+    Args:
+        name: Relative to the cache; says what the content depends on.
+        build: Fills the empty folder it is given; called only where the cache lacks the folder.
+        origin: What it is made from, for messages.
+
+    Raises:
+        CheckpointError: It cannot be stored.
+    """
+    target = cache_folder() / name
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
     try:
-        _convert_gguf(path, work)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=".converting-", dir=target.parent))
+    except OSError as error:
+        raise CheckpointError(f"{origin}: conversion could not be stored: {error}") from error
+    try:
+        build(work)
         with contextlib.suppress(FileExistsError):
             work.rename(target)
     except OSError as error:
         if not target.is_dir():  # another process may have finished the same conversion
-            raise CheckpointError(f"{path}: conversion could not be stored: {error}") from error
+            raise CheckpointError(f"{origin}: conversion could not be stored: {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return target

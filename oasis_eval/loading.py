@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint, corpus
 from oasis_eval.errors import CardMismatchError, CheckpointError, DataError, UnsupportedSchemeError
+from oasis_eval.modeling.formats.folder import read_config, read_public, write_as_ours
 from oasis_eval.modeling.registration import register
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.quant.backends import backend_for
@@ -31,6 +33,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_TRANSLATION_VERSION = 1
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -71,11 +74,13 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
     content = checkpoint.digest(place)
     folder = checkpoint.as_safetensors(place, content=content)
     checkpoint.verify(folder)
+    stored_type = read_config(folder).get("model_type")
+    folder, notes = _as_ours(folder, content)
     model, warnings = _load_model(folder, dtype)
     model_type = getattr(model.config, "model_type", None)
-    if card.family not in ("any", model_type):
+    if card.family not in ("any", stored_type, model_type):
         raise CardMismatchError(
-            f"{card.name}: the card says family {card.family!r}, the checkpoint is {model_type!r}"
+            f"{card.name}: the card says family {card.family!r}, the checkpoint is {stored_type!r}"
         )
     tokenizer = _load_tokenizer(folder)
     vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -90,7 +95,7 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
         digest=content,
         dtype=dtype,
         device=device,
-        warnings=warnings,
+        warnings=notes + warnings,
     )
 
 
@@ -206,6 +211,21 @@ def calibration_batches(
 
 
 # --- reading ----------------------------------------------------------------------------------
+
+
+def _as_ours(folder: Path, content: str) -> tuple[Path, tuple[str, ...]]:
+    """Return a folder in our layout, and what to know about a public format it came from."""
+    public = read_public(folder)
+    if public is None:
+        return folder, ()
+    config = public.translation.config.to_json_string(use_diff=False)
+    settings = hashlib.sha256(config.encode()).hexdigest()
+    ours = checkpoint.cached_folder(
+        f"formats/v{_TRANSLATION_VERSION}-{content[:32]}-{settings[:8]}",
+        lambda work: write_as_ours(public, work),
+        origin=str(folder),
+    )
+    return ours, public.translation.notes
 
 
 def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:

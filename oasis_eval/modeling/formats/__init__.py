@@ -1,0 +1,1 @@
+"""Public checkpoint formats: recognised by configuration and tensor names, read as our own."""

@@ -12,17 +12,19 @@ import importlib
 import importlib.util
 import json
 import shutil
+import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
-from oasis_eval.errors import CheckpointError, MissingExtraError, SpecError
+from oasis_eval.errors import CheckpointError, MissingExtraError, OasisError, SpecError
 from oasis_eval.paths import cache_folder
 from oasis_eval.spec import DirSource, HubSource, ModelCard, PackageSource
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
+_SIDE_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 _READ_BY_LOADER = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 _CONVERTER_VERSION = 1
 _HEADER_LIMIT = 100 << 20
@@ -117,10 +119,15 @@ def cached_folder(name: str, build: Callable[[Path], None], *, origin: str) -> P
 def verify(folder: Path) -> None:
     """Check that a folder holds one complete safetensors checkpoint.
 
+    transformers goes on without a word where a side file cannot be read; its end tokens are lost.
+
     Raises:
         CheckpointError: One line naming the file or tensor that is missing, cut off or unsafe.
     """
-    shards = sorted(folder.glob("*.safetensors"))
+    for name in _SIDE_FILES:
+        if (folder / name).is_file():
+            _check_json(folder / name)
+    shards = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not shards and not (folder / _INDEX).is_file():
         pickles = [file.name for pattern in _PICKLES for file in folder.glob(pattern)]
         if pickles:
@@ -139,8 +146,47 @@ def verify(folder: Path) -> None:
                 raise CheckpointError(f"{folder}: shard {shard_name} is missing (index names it)")
             if found.get(name) != shard_name:
                 raise CheckpointError(f"{folder}: tensor {name} is not in {shard_name}")
-    elif len(shards) > 1 and not (folder / "model.safetensors").is_file():
+        return
+    if len(shards) > 1 and not (folder / "model.safetensors").is_file():
         raise CheckpointError(f"{folder}: {len(shards)} shards but no {_INDEX}")
+
+
+@contextlib.contextmanager
+def as_checkpoint_error(what: str) -> Iterator[None]:
+    """Turn what a library says of a file that it cannot read into a `CheckpointError`.
+
+    Args:
+        what: Beginning of the message: the file or folder, and what was wanted of it.
+
+    Raises:
+        CheckpointError: One line, from any error by which transformers, tokenizers (which raises
+            bare `Exception`), safetensors and gguf report a bad file.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    reported = (
+        *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, ImportError),
+        *(struct.error, SafetensorError, StrictDataclassError),
+    )
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, OasisError) or not (
+            isinstance(error, reported) or type(error) is Exception
+        ):
+            raise
+        text = " ".join(str(error).split())[:300] or type(error).__name__
+        raise CheckpointError(f"{what}: {text}") from error
+
+
+def _check_json(path: Path) -> None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must be a JSON object, found {type(value).__name__}")
 
 
 def _loader_files(folder: Path) -> list[Path]:
@@ -176,7 +222,13 @@ def _tensor_names(path: Path) -> list[str]:
             header = json.loads(file.read(length))
             tensors = {name: item for name, item in header.items() if name != "__metadata__"}
             end = max((int(item["data_offsets"][1]) for item in tensors.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(f"{path}: header is not safetensors") from error
     if size != 8 + length + end:
         raise CheckpointError(
@@ -246,15 +298,11 @@ def _convert_gguf(path: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    try:
+    with as_checkpoint_error(f"{path}: GGUF cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
         model = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32
         )
-    except (OSError, ValueError, KeyError, NotImplementedError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: GGUF cannot be read: {' '.join(str(error).split())}"
-        ) from error
     # transformers marks the model as quantized though its weights are plain by now.
     for name in ("hf_quantizer", "is_quantized", "quantization_method"):
         with contextlib.suppress(AttributeError):
@@ -263,3 +311,14 @@ def _convert_gguf(path: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    _drop_invented_tokens(folder / "tokenizer.json", model.get_input_embeddings().num_embeddings)
+
+
+def _drop_invented_tokens(path: Path, num_embeddings: int) -> None:
+    """Take back special tokens that transformers adds to a vocabulary which has not got them."""
+    if not path.is_file():
+        return
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    added = settings.get("added_tokens", [])
+    settings["added_tokens"] = [token for token in added if token["id"] < num_embeddings]
+    path.write_text(json.dumps(settings, ensure_ascii=False), encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
@@ -232,7 +232,7 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
     # transformers prints a load report of its own; what matters of it is checked below.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    try:
+    with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=DTYPES[dtype],
@@ -240,11 +240,8 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
             trust_remote_code=False,
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that their names are known; refused below
         )
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
-        # transformers reports a wrong shape, an unknown architecture and a bad configuration
-        # through these.
-        raise CheckpointError(f"{folder}: cannot be loaded: {_one_line(error)}") from error
     if info["missing_keys"]:
         raise CheckpointError(f"{folder}: tensors missing: {_some(info['missing_keys'])}")
     if info["mismatched_keys"]:
@@ -279,15 +276,13 @@ def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 
 def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    try:
+    with checkpoint.as_checkpoint_error(f"{folder}: no usable tokenizer"):
         return AutoTokenizer.from_pretrained(
             folder,
             trust_remote_code=False,
             local_files_only=True,
             clean_up_tokenization_spaces=False,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: no usable tokenizer: {_one_line(error)}") from error
 
 
 def _to_device(model: nn.Module, device: str) -> nn.Module:

@@ -22,7 +22,7 @@ from oasis_eval.record import DataInfo
 Layout = Literal["wikitext", "plain", "documents", "sentences"]
 Row = dict[str, str]
 
-_HEADING = re.compile(r"^ = [^=].*[^=] = \n?$")
+_HEADING = re.compile(r"^ = (?:[^=\n]|[^=\n].*[^=\n]) = \r?\n?$")
 _HELD_OUT_PER_MILLE = 1
 
 
@@ -188,8 +188,11 @@ def _corpus(
     if not any(value.strip() for row in kept for value in row.values()):
         raise DataError(f"{name}: {origin} holds no text ({len(kept)} rows)")
     digest = hashlib.sha256()
-    for row in kept:
-        digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode())
+    for number, row in enumerate(kept, start=1):
+        try:
+            digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode())
+        except UnicodeEncodeError as error:
+            raise DataError(f"{name}: {origin} row {number} is not text: {error.reason}") from error
         digest.update(b"\n")
     return Corpus(
         name=name,
@@ -246,23 +249,37 @@ def _load_file(name: str, path: Path, hub: HubData, split: str | None) -> Corpus
         raise DataError(f"{name}: {path} is not UTF-8 text ({error.reason})") from error
     except OSError as error:
         raise DataError(f"{name}: {path} cannot be read ({error.strerror})") from error
+    if hub.layout == "wikitext":
+        # Rows that are no WikiText lines are documents of their own.
+        is_wikitext = any(_HEADING.match(row["text"]) for row in rows)
+        if not is_wikitext:
+            return _corpus(name, str(path), split, "documents", rows)
+        rows = _as_published(rows)
     return _corpus(name, str(path), split, hub.layout, rows)
 
 
 def _text_rows(path: Path) -> tuple[Layout, list[Row]]:
     """Read a text file: WikiText layout if it has level-one headings, else one document."""
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8-sig", newline="") as file:
         text = file.read()
     lines = text.split("\n")
     lines = lines[:-1] if lines[-1] == "" else lines
     if not any(_HEADING.match(line) for line in lines):
         return "plain", [{"text": text}]
-    # As the published rows: an empty line is an empty string, any other ends in a newline.
-    return "wikitext", [{"text": f"{line}\n" if line.strip() else ""} for line in lines]
+    rows = [{"text": line.removesuffix("\r") + "\n"} for line in lines]
+    return "wikitext", _as_published(rows)
+
+
+def _as_published(rows: list[Row]) -> list[Row]:
+    """WikiText rows of any origin: an empty line is an empty string, any other ends in a newline.
+
+    Files with other line ends than the published ones are the same text.
+    """
+    return [{**row, "text": row["text"] if row["text"].strip() else ""} for row in rows]
 
 
 def _json_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
@@ -279,7 +296,9 @@ def _parquet_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[R
 
     try:
         table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.strerror is not None:
+            raise  # the file, not what is in it
         raise DataError(f"{name}: {path} is not a parquet file") from error
     for number, row in enumerate(table.to_pylist()):
         yield _row(name, f"{path} row {number}", row, columns)
@@ -320,7 +339,7 @@ def _load_hub(name: str, hub: HubData, split: str) -> Corpus:
         rows = [row for row in rows if _is_held_out(row["text"])]
         split = f"oasis-heldout-{_HELD_OUT_PER_MILLE}-per-mille"
     if hub.layout == "wikitext":
-        rows = [{"text": row["text"] if row["text"].strip() else ""} for row in rows]
+        rows = _as_published(rows)
     return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
 
 

@@ -115,7 +115,7 @@ def test_rows_without_headings_are_documents(tmp_path: Path, task: str, write: W
 @pytest.mark.parametrize(
     "text",
     [
-        "Plain.\n\nProse of two paragraphs.\n",
+        "Plain.\n\nTwo paragraphs.\n",
         "no line end",
         "\tA\r\nB\r\n",
         " = not a heading\n",
@@ -336,9 +336,9 @@ def test_head_tokens_are_the_tokenizers_default(adds_start: bool) -> None:
     assert encode(tokenizer, "", special_tokens=True) == head_tokens(tokenizer)
 
 
-def test_the_text_that_ships_is_long_enough() -> None:
-    """Calibration's default text needs no file and no network."""
+def test_a_text_for_calibration_ships_with_the_suite() -> None:
+    """Calibration's default text needs no file and no network, and its name no path."""
     found: Corpus = corpus.builtin()
 
-    assert len(found.stream()) > 4 * 512 * 5
+    assert len(found.stream()) > 9000
     assert found.origin == "oasis-eval:calibration.txt"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from oasis_eval.errors import CheckpointError
@@ -104,7 +105,7 @@ def backbone_config(model_type: str, raw: RawConfig, *, without: Names) -> PreTr
     }
     try:
         config: PreTrainedConfig = _BACKBONES[model_type].from_dict(fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         cause = " ".join(str(error).split())[:300]
         raise CheckpointError(f"config.json: not a {model_type} configuration: {cause}") from error
     return config

@@ -14,6 +14,7 @@ Sources: AttnRes, arXiv 2603.15031; OASIS, arXiv 2605.17887; the normalizers' ar
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
@@ -318,6 +319,8 @@ def _check_choices(settings: OasisSettings) -> None:
                 choices.extend(get_args(option))
             else:
                 kinds.append(option)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise SpecError(f"{name} is {value}; expected a finite number")
         if value in choices or type(value) in kinds or (float in kinds and type(value) is int):
             continue
         expected = [repr(choice) for choice in choices]

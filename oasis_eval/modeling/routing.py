@@ -74,9 +74,11 @@ def pseudo_query_logits(query_D: Tensor, sources: Sequence[Source]) -> Tensor:
         [B, T, S], fp32.
     """
     columns = []
-    for source in sources:
-        assert source.inverse_rms is not None
-        columns.append(torch.matmul(_widen(source.value), query_D) * source.inverse_rms)
+    # Mixed-precision training would compute the product in its narrow dtype.
+    with torch.autocast(query_D.device.type, enabled=False):
+        for source in sources:
+            assert source.inverse_rms is not None
+            columns.append(torch.matmul(_widen(source.value), query_D) * source.inverse_rms)
     return torch.stack(columns, dim=-1)
 
 

@@ -16,6 +16,7 @@ REFUSED: dict[str, tuple[OasisSettings, str]] = {
     "unknown wiring": (OasisSettings(wiring="ring"), "wiring is 'ring'"),
     "wrong type": (OasisSettings(null_coupling="yes"), "null_coupling is 'yes'; expected bool"),
     "number as flag": (OasisSettings(coupling_centred=1), "coupling_centred is 1"),
+    "not a number": (OasisSettings(coupling_beta_raw_init=float("nan")), "finite number"),
     "too many blocks": (OasisSettings(num_blocks=7), "num_blocks is 7"),
     "no blocks": (OasisSettings(num_blocks=0), "num_blocks is 0"),
     "more blocks than layers": (OasisSettings(wiring="cumulative", num_blocks=4), "num_blocks"),

@@ -365,6 +365,22 @@ def test_initial_values(learned: str) -> None:
         assert torch.sigmoid(head.bias).item() == pytest.approx(0.25)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["vanilla", "oasis", "oasis_repo", "reset", "gated"])
+def test_compiles_as_one_graph(case: str) -> None:
+    """`torch.compile` finds nothing that it must leave out."""
+    model = shared_model("llama", case)
+    ids = tokens(2, 10)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+
+    with torch.no_grad():
+        actual = compiled(ids, use_cache=False).logits
+        expected = model(ids, use_cache=False).logits
+
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 def test_initial_low_rank_queries_are_zero() -> None:
     """A low-rank router starts from a uniform mix, too; its keys do not."""
     model = LlamaOasisForCausalLM(tiny_config("llama", "lowrank"))

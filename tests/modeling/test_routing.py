@@ -77,6 +77,16 @@ def test_logits_equal_a_query_on_normed_sources() -> None:
         )
 
 
+def test_logits_stay_wide_under_autocast() -> None:
+    """Mixed-precision training does not round depth logits, whose size is not bounded."""
+    query, sources = 10.0 * torch.randn(48), make_sources(4)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual = pseudo_query_logits(query, sources)
+
+    assert torch.equal(actual, pseudo_query_logits(query, sources))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mix_adds_up_in_fp32(dtype: torch.dtype) -> None:
     """The weighted sum is rounded once, to the dtype of the sources."""

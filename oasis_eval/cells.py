@@ -38,13 +38,19 @@ class Cell:
 
     @property
     def identity(self) -> str:
-        """Key of the cell as far as it is known without its data."""
-        return content_hash(["identity", self.card.name, self.spec.model_dump(mode="json")])
+        """Key of the cell as far as it is known without its texts, wherever they were sought."""
+        spec = self.spec.model_dump(mode="json", exclude={"task": {"data"}})
+        return content_hash(["identity", self.card.name, spec])
+
+    @property
+    def can_run(self) -> bool:
+        """Whether nothing is known to stand in its way."""
+        return self.problem is None and self.unsupported is None
 
     @property
     def key(self) -> str:
         """Content hash of everything that the cell's numbers depend on."""
-        if self.data is None or self.digest is None:
+        if self.data is None or self.digest is None or self.problem is not None:
             return self.identity
         protocol = parse_protocol(self.spec.task.protocol)
         return content_hash(

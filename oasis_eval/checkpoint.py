@@ -55,11 +55,14 @@ def digest(path: Path) -> str:
 
     Args:
         path: Checkpoint folder or GGUF file.
+
+    Raises:
+        CheckpointError: A file cannot be read.
     """
     total = hashlib.sha256()
     for file in [path] if path.is_file() else _loader_files(path):
         total.update(f"{file.name}\0".encode())
-        with file.open("rb") as stream:
+        with as_checkpoint_error(f"{file}: cannot be read"), file.open("rb") as stream:
             total.update(hashlib.file_digest(stream, "sha256").digest())
     return total.hexdigest()
 

@@ -7,6 +7,7 @@ go on; one load serves every scheme of a model.
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +19,14 @@ from tqdm import tqdm
 
 from oasis_eval import checkpoint, registry
 from oasis_eval.cells import Cell, provenance
-from oasis_eval.errors import DataError, OasisError, RecordError, SpecError, UnknownNameError
+from oasis_eval.errors import (
+    CheckpointError,
+    DataError,
+    OasisError,
+    RecordError,
+    SpecError,
+    UnknownNameError,
+)
 from oasis_eval.harness import run as harness
 from oasis_eval.harness.protocols import TASKS, Protocol, parse_protocol, with_window
 from oasis_eval.quant import schemes
@@ -134,9 +142,8 @@ def _check_data_keys(spec: EvaluationSpec) -> None:
 def _check_folder(out: Path) -> None:
     try:
         out.mkdir(parents=True, exist_ok=True)
-        probe = out / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except OSError as error:
         raise RecordError(f"{out}: cannot be written ({error.strerror}); choose --out") from error
 
@@ -190,21 +197,22 @@ class _Run:
         for cell in cells:
             cell.digest = digest
             self._read_calibration(cell)
-        missing = [cell for cell in cells if self._finished(cell) is None]
-        pending = [cell for cell in missing if cell.problem is None and cell.unsupported is None]
+        pending = [cell for cell in cells if cell.can_run and self._finished(cell) is None]
         reference: Reference | None = None
         for group in _by_scheme(cells):
-            todo = [cell for cell in group if cell in pending]
-            for cell in group:
-                if cell not in todo:
-                    self._keep_without_running(cell)
-            if not todo:
-                continue
-            if reference is None:
+            todo = [cell for cell in group if any(cell is other for other in pending)]
+            if todo and reference is None:
                 reference = self._load(pending)
-            last = todo[-1] is pending[-1]
-            for cell, record, samples in self._scheme(reference, todo, last=last):
-                self._store(cell, record, samples)
+            results: Iterator[tuple[RunRecord, Samples]] = iter(())
+            if todo and reference is not None:
+                results = self._scheme(reference, todo, last=todo[-1] is pending[-1])
+            for cell in group:
+                if any(cell is other for other in todo):
+                    self._store(cell, *next(results))
+                else:
+                    self._keep_without_running(cell)
+            for _ in results:  # lets the scheme be taken off the model
+                raise AssertionError("more results than cells")
 
     def _read_calibration(self, cell: Cell) -> None:
         from oasis_eval.loading import calibration_corpus
@@ -254,11 +262,17 @@ class _Run:
         wanted: set[Dtype] = {cell.spec.scheme.dtype or cell.spec.dtype for cell in pending}
         dtype: Dtype = wanted.pop() if len(wanted) == 1 else "fp32"
         self.report.num_loads += 1
-        return load(pending[0].card, dtype=dtype, device=self.spec.device)
+        reference = load(pending[0].card, dtype=dtype, device=self.spec.device)
+        if reference.digest != pending[0].digest:
+            raise CheckpointError(
+                f"{pending[0].card.name}: the checkpoint's files changed while they were read; "
+                "run again when they are complete"
+            )
+        return reference
 
     def _scheme(
         self, reference: Reference, cells: list[Cell], *, last: bool
-    ) -> Iterator[tuple[Cell, RunRecord, Samples]]:
+    ) -> Iterator[tuple[RunRecord, Samples]]:
         """Put one scheme on the model and run its tasks; whatever fails becomes a record."""
         from oasis_eval.loading import prepare
 
@@ -270,14 +284,10 @@ class _Run:
                 reference, run.scheme, dtype=run.dtype, calibration_data=data, last=last
             ) as prepared:
                 while remaining:
-                    cell = remaining.pop(0)
-                    yield cell, *self._measure(prepared, cell)
-        except OasisError as error:
-            for cell in remaining:
-                yield cell, cell.failed_record(error), []
+                    yield self._measure(prepared, remaining.pop(0))
         except Exception as error:  # noqa: BLE001 - one bad scheme must not end the grid
             for cell in remaining:
-                yield cell, cell.failed_record(error), []
+                yield cell.failed_record(error), []
 
     def _measure(self, prepared: PreparedModel, cell: Cell) -> tuple[RunRecord, Samples]:
         started, clock = datetime.now(UTC), time.perf_counter()
@@ -318,7 +328,7 @@ class _Run:
             write_samples(self.out, record.key, samples)
         write_record(self.out, record)
         if record.status == "ok" and cell.identity != record.key:
-            # An earlier failure of the same cell, whose data could not be read, is answered now.
+            # An earlier failure of the same cell to read its texts is answered now.
             (self.out / f"{cell.identity}.json").unlink(missing_ok=True)
         self._keep(record)
 

@@ -165,7 +165,18 @@ def perplexity(nll_nats: float, count: float) -> float:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write `text` so that `path` is at every moment either the old file or the whole new one."""
+    """Write `text` so that `path` is at every moment either the old file or the whole new one.
+
+    Raises:
+        RecordError: It cannot be written there.
+    """
+    try:
+        _write_and_rename(path, text)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def _write_and_rename(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:

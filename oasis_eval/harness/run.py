@@ -208,12 +208,13 @@ def _text_outcome(
     if protocol.kind == "qualcomm":
         values["token_perplexity_batch_mean"] = _batch_mean(samples, batch_size)
     stderr = _log_stderr(samples, per_token=protocol.kind == "llamacpp")
+    finite = math.isfinite(values.get("token_perplexity", math.nan))
     metrics = tuple(
         Metric(
             task=task.name,
             name=metric,
             value=value,
-            stderr=value * stderr if metric == "token_perplexity" and stderr else None,
+            stderr=value * stderr if metric == "token_perplexity" and stderr and finite else None,
             count=len(samples),
             protocol=task.protocol,
         )

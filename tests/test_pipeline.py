@@ -132,7 +132,7 @@ def test_another_model_is_never_given_a_stored_result(run: Runner, tmp_path: Pat
         {"protocols": ["rolling-word"]},
         {"tasks": ["bookcorpus"]},
     ],
-    ids=lambda changes: "-".join(changes),
+    ids="-".join,
 )
 def test_every_setting_that_matters_makes_another_cell(
     run: Runner, changes: dict[str, object]
@@ -331,9 +331,9 @@ def test_nan_is_a_result_too(run: Runner, tmp_path: Path) -> None:
     _strictly((run.out / f"{record.key}.json").read_text())
 
 
-@pytest.mark.parametrize("format", ["terminal", "csv", "latex", "markdown"])
+@pytest.mark.parametrize("form", ["terminal", "csv", "latex", "markdown"])
 def test_an_infinite_perplexity_has_its_mark_in_tables(
-    run: Runner, tmp_path: Path, format: str
+    run: Runner, tmp_path: Path, form: str
 ) -> None:
     """No format shows it as a number or drops it."""
     broken = tiny.scale_head_(tiny.build_model(), 1e5)
@@ -341,7 +341,7 @@ def test_an_infinite_perplexity_has_its_mark_in_tables(
     run(schemes=["w4a4"])
 
     built = build_table(list(read_records([run.out])), load_spec("results"))
-    shown = render(built, format=format)  # type: ignore[arg-type]
+    shown = render(built, format=form)  # type: ignore[arg-type]
 
     assert any(mark in shown for mark in ("inf", "∞", r"\infty"))
     assert "nan" not in shown.lower()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -15,7 +15,7 @@ from oasis_eval.errors import OasisError, SpecError
 
 if TYPE_CHECKING:
     from oasis_eval.record import RunRecord
-    from oasis_eval.spec import EvaluationSpec
+    from oasis_eval.spec import Dtype, EvaluationSpec
 
 DEFAULT_RECORDS = Path("results/runs")
 
@@ -132,13 +132,10 @@ def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) ->
     if report.records and not as_json:
         _print_table(report.records)
         print(f"\nRecords: {out}   Table for a paper: oasis-eval table {out} --format latex")  # noqa: T201
-    for record in report.records:
-        for warning in record.warnings:
-            _say(f"warning: {record.card.name} {record.spec.scheme.name}: {warning}")
-    for record in report.records:
-        if record.status != "ok":
-            cell = f"{record.card.name} {record.spec.scheme.name} {record.spec.task.name}"
-            _say(f"{record.status}: {cell}: {record.reason}")
+    records = report.records
+    _say_of_cells((record, "warning", text) for record in records for text in record.warnings)
+    failed = [record for record in records if record.status != "ok"]
+    _say_of_cells((record, record.status, str(record.reason)) for record in failed)
     for error in report.errors:
         _say(f"error: {error}")
     if not report.is_complete:
@@ -264,6 +261,60 @@ def harness(context: typer.Context) -> None:
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A plain Llama or Qwen3: anything that `evaluate` takes as MODEL.",
+        ),
+    ],
+    variant: Annotated[str, typer.Option(help="vanilla, oasis, outeffhop, residual-oasis, ...")],
+    out: Annotated[Path, typer.Option(help="Folder to write; its card is OUT.yaml beside it.")],
+    wiring: Annotated[
+        str | None,
+        typer.Option(help="attnres_block, attnres_full, oasis_repo, ...; default: the variant's."),
+    ] = None,
+    blocks: Annotated[
+        int | None, typer.Option(help="Number of blocks; default: 8, or as many as there are.")
+    ] = None,
+    depth_output_scale: Annotated[
+        str | None,
+        typer.Option(help="num_sources keeps a plain model's function; none is as published."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="fp32, bf16 or fp16; default: as stored in SOURCE.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Text that the change is measured on; default: a short one.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
+) -> None:
+    """Wrap a plain Llama or Qwen3 checkpoint as a variant with depth routing.
+
+    Says whether and why the model's function changes, and measures it: vanilla depth routing keeps
+    it; softmax1, gates and the null coupling change a model that was trained without them.
+
+    Example: oasis-eval convert smollm2-135m-instruct --variant vanilla --out smollm2-attnres
+    """
+    from oasis_eval import registry
+    from oasis_eval.convert import Plan
+    from oasis_eval.convert import convert as wrap
+
+    plan = Plan(
+        variant=variant,
+        wiring=wiring,
+        num_blocks=blocks,
+        depth_output_scale=depth_output_scale,
+        dtype=_dtype(dtype),
+        text=text,
+    )
+    conversion = wrap(registry.resolve(source), plan, out=out, overwrite=overwrite)
+    for line in conversion.lines():
+        print(line)  # noqa: T201 - the command's output
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of records and tables.")] = Path("demo-output"),
 ) -> None:
@@ -284,12 +335,22 @@ def _names(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
+def _dtype(name: str | None) -> Dtype | None:
+    from oasis_eval.spec import Dtype
+
+    if name is not None and name not in get_args(Dtype):
+        raise SpecError(f"--dtype {name!r}: expected one of {', '.join(get_args(Dtype))}")
+    return name  # type: ignore[return-value]  # checked above
+
+
 def _mapping(items: list[str]) -> dict[str, str]:
     mapping = {}
     for item in items:
         name, sign, path = item.partition("=")
         if not sign or not path:
             raise SpecError(f"--data {item!r}: expected NAME=FILE")
+        if name in mapping:
+            raise SpecError(f"--data {item!r}: {name} is given twice")
         mapping[name] = path
     return mapping
 
@@ -315,6 +376,18 @@ def _print_table(records: list[RunRecord]) -> None:
     except OasisError as error:  # the records are on disk whatever the table makes of them
         text = f"no single table shows these records: {error}"
     sys.stdout.write(text if text.endswith("\n") else text + "\n")
+
+
+def _say_of_cells(messages: Iterable[tuple[RunRecord, str, str]]) -> None:
+    """Print each message once, with the schemes that it concerns."""
+    concerned: dict[tuple[str, str, str, str], list[str]] = {}
+    for record, kind, text in messages:
+        key = (kind, record.card.name, record.spec.task.name, text)
+        schemes = concerned.setdefault(key, [])
+        if record.spec.scheme.name not in schemes:
+            schemes.append(record.spec.scheme.name)
+    for (kind, model, task, text), schemes in concerned.items():
+        _say(f"{kind}: {model} {', '.join(schemes)} on {task}: {text}")
 
 
 def _print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -19,7 +19,7 @@ from oasis_eval.spec import (
     read_yaml,
 )
 
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]+)?$")
+_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]*)?$")
 
 
 @cache
@@ -67,6 +67,8 @@ def resolve(name: str) -> ModelCard:
     known = cards()
     if name in known:
         return known[name]
+    if not name.strip():
+        raise UnknownNameError("model", name, known)
     if name.startswith("package:"):
         package = name.removeprefix("package:")
         return ModelCard(
@@ -95,7 +97,8 @@ def resolve(name: str) -> ModelCard:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
+    repo = name.partition("@")[0]
+    return name.startswith((".", "/", "~")) or repo.count("/") > 1 or "\\" in name
 
 
 def _hub_card(name: str) -> ModelCard:

@@ -1,8 +1,9 @@
 """What depth routing and null routing cost, next to the plain decoder.
 
 Models of 512 dimensions, 12 layers, 8 heads on 4 key/value heads, 512 tokens, float32, one thread.
-Times are medians of interleaved runs. Memory is the peak of live tensors of a training step above
-the parameters, counted by a dispatch mode, not by the allocator.
+Times are medians of interleaved runs, in CPU seconds of the process, which a busy machine disturbs
+less than the clock; ratios are medians of the ratios within a turn. Memory is the peak of live
+tensors of a training step above the parameters, counted by a dispatch mode, not by the allocator.
 
     python benchmarks/bench_decoder.py [--repeats 9] [--tokens 512]
 """
@@ -106,21 +107,21 @@ def training_step(model: torch.nn.Module, ids: Tensor) -> None:
     model.zero_grad(set_to_none=True)
 
 
-def median_seconds(
+def cpu_seconds(
     run: Callable[[torch.nn.Module, Tensor], None],
     models: dict[str, torch.nn.Module],
     ids: Tensor,
     repeats: int,
-) -> dict[str, float]:
-    """Return the median time of `run` on each model, run in turn."""
+) -> dict[str, list[float]]:
+    """Return the times of `run` on each model, one per turn."""
     times: dict[str, list[float]] = {name: [] for name in models}
     for turn in range(repeats + 1):
         for name, model in models.items():
-            start = time.perf_counter()
+            start = time.process_time()
             run(model, ids)
             if turn:  # the first one warms up
-                times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+                times[name].append(time.process_time() - start)
+    return times
 
 
 def peak_bytes(model: torch.nn.Module, ids: Tensor) -> float:
@@ -140,18 +141,19 @@ def main() -> None:
     models = build_models(seed=0)
     ids = torch.randint(0, VOCABULARY, (1, arguments.tokens))
     table = {
-        "forward": median_seconds(forward, models, ids, arguments.repeats),
-        "training step": median_seconds(training_step, models, ids, arguments.repeats),
-        "peak memory": {name: peak_bytes(model, ids) for name, model in models.items()},
+        "forward": cpu_seconds(forward, models, ids, arguments.repeats),
+        "training step": cpu_seconds(training_step, models, ids, arguments.repeats),
+        "peak memory": {name: [peak_bytes(model, ids)] for name, model in models.items()},
     }
     for name in models:
         print(
-            f"{name:18s} forward {table['forward'][name] * 1e3:8.1f} ms   "
-            f"training step {table['training step'][name] * 1e3:8.1f} ms   "
-            f"peak {table['peak memory'][name] / 2**20:7.1f} MiB"
+            f"{name:18s} forward {statistics.median(table['forward'][name]) * 1e3:8.1f} ms   "
+            f"training step {statistics.median(table['training step'][name]) * 1e3:8.1f} ms   "
+            f"peak {table['peak memory'][name][0] / 2**20:7.1f} MiB"
         )
     for what, name, reference, budget in BUDGETS:
-        ratio = table[what][name] / table[what][reference]
+        pairs = zip(table[what][name], table[what][reference], strict=True)
+        ratio = statistics.median(mine / other for mine, other in pairs)
         print(f"{what}: {name} / {reference} = {ratio:.3f} (budget {budget})")
 
 

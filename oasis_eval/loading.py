@@ -151,7 +151,7 @@ def prepare(
             if not last:
                 undo.callback(applied.undo)
             coverage = applied.coverage
-            with torch.inference_mode():  # a scheme without effect must not reach an evaluation
+            with torch.no_grad():  # a scheme without effect must not reach an evaluation
                 model(input_ids=torch.arange(8, device=reference.device)[None], use_cache=False)
             warnings += applied.verify()
         yield PreparedModel(

@@ -266,7 +266,7 @@ class OasisLM(TemplateLM):
         head = head_tokens(self.tokenizer)[: room - 1]
         return [*head, *ids[len(ids) - room + len(head) :]], True
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _generate(self, prompts: list[list[int]], options: _Generation) -> list[Completion]:
         width = max(len(prompt) for prompt in prompts)
         pad = _first(self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)

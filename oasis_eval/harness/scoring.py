@@ -65,7 +65,7 @@ class Scorer:
         self.tiled = self._head_runs_apart()
         """Whether the head runs over tiles; if not, whole logits are computed window by window."""
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference_mode, under which layers cannot share a quantized input
     def score(
         self,
         windows: Sequence[Window],
@@ -157,7 +157,7 @@ class Scorer:
         vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
         return max(_MIN_TILE_ROWS, min(_MAX_TILE_ROWS, _TILE_ELEMENTS // vocabulary))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _head_runs_apart(self) -> bool:
         prefix = getattr(self._model, "base_model_prefix", "")
         if not prefix or prefix not in self._model._modules:

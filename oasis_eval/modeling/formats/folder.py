@@ -120,7 +120,7 @@ def write_as_ours(checkpoint: PublicCheckpoint, target: Path) -> None:
             if path.name not in (_CONFIG, _INDEX) and path.is_file():
                 shutil.copyfile(path, target / path.name)
     config = checkpoint.translation.config
-    config.architectures = [_causal_class(config).__name__]
+    config.architectures = [causal_class(config).__name__]
     config.save_pretrained(target)
 
 
@@ -130,8 +130,16 @@ def expected_shapes(config: OasisConfig) -> dict[str, Shape]:
     The head counts although a checkpoint with tied embeddings need not have it.
     """
     with torch.device("meta"):
-        model = _causal_class(config)(config)
+        model = causal_class(config)(config)
     return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def causal_class(config: OasisConfig) -> type[torch.nn.Module]:
+    """Return the language model of a configuration."""
+    for config_class, _, causal_class in FAMILIES:
+        if isinstance(config, config_class):
+            return causal_class
+    raise AssertionError(type(config))
 
 
 def read_config(folder: Path) -> RawConfig:
@@ -215,10 +223,3 @@ def _read_shards(folder: Path) -> dict[str, dict[str, Shape]]:
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder / name}: not readable ({error})") from error
     return shards
-
-
-def _causal_class(config: OasisConfig) -> type[torch.nn.Module]:
-    for config_class, _, causal_class in FAMILIES:
-        if isinstance(config, config_class):
-            return causal_class
-    raise AssertionError(type(config))

@@ -1,7 +1,7 @@
 """Cost of fake quantization: forward passes of a 50M-parameter Llama over 4 x 512 tokens, fp32.
 
-Every variant is timed once a round, in turn, in CPU seconds of one thread, so that a busy machine
-slows all alike; printed are medians of the ratio to the floating-point pass of the same round.
+Each pass of a variant is timed between two floating-point passes and set against their mean, in CPU
+seconds of one thread; printed are medians over the rounds.
 
     OMP_NUM_THREADS=1 python benchmarks/bench_fake.py [rounds]
 """
@@ -60,7 +60,7 @@ def seconds(model: nn.Module, ids_BT: Tensor) -> float:
 
 def main() -> None:
     """Time every variant and print a table of ratios."""
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 11
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 7
     torch.set_num_threads(1)
     ids_BT = torch.randint(0, 16384, (4, 512), generator=torch.Generator().manual_seed(1))
     batch = Batch(ids_BT[:1], torch.ones_like(ids_BT[:1]))
@@ -75,15 +75,17 @@ def main() -> None:
     ratios: dict[str, list[float]] = {name: [] for name in models}
     for model in models.values():
         seconds(model, ids_BT)
-    base = []
+    reference = models.pop("fp32")
+    base = [seconds(reference, ids_BT)]
     for _ in range(rounds):
-        times = {name: seconds(model, ids_BT) for name, model in models.items()}
-        base.append(times["fp32"])
-        for name, value in times.items():
-            ratios[name].append(value / times["fp32"])
+        for name, model in models.items():
+            value = seconds(model, ids_BT)
+            base.append(seconds(reference, ids_BT))
+            ratios[name].append(2 * value / (base[-2] + base[-1]))
     print(f"fp32 pass over 4 x 512 tokens: {statistics.median(base):.2f} s, one thread")
     print(f"{'variant':<24}{'ratio':>8}{'quartiles':>16}{'target':>8}")
-    for name, values in ratios.items():
+    for name in models:
+        values = ratios[name]
         low, _, high = statistics.quantiles(values, n=4)
         target = f"{TARGETS[name]:.2f}" if name in TARGETS else ""
         spread = f"{low:.3f}-{high:.3f}"

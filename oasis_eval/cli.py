@@ -128,7 +128,11 @@ def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) ->
         if as_json:
             print(record.model_dump_json(), flush=True)  # noqa: T201 - the command's output
 
-    report = pipeline.evaluate(spec, out, quiet=quiet, on_record=show)
+    try:
+        report = pipeline.evaluate(spec, out, quiet=quiet, on_record=show)
+    except KeyboardInterrupt:
+        _say("interrupted; finished cells are kept, run the same command again to go on")
+        raise typer.Exit(130) from None
     if report.records and not as_json:
         _print_table(report.records)
         print(f"\nRecords: {out}   Table for a paper: oasis-eval table {out} --format latex")  # noqa: T201
@@ -410,9 +414,6 @@ def main() -> None:
             raise
         _say(f"error: {error}")
         sys.exit(2)
-    except KeyboardInterrupt:
-        _say("interrupted; finished cells are kept, run the same command again to go on")
-        sys.exit(130)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing left to say to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -113,7 +113,9 @@ def task_refs(spec: EvaluationSpec) -> list[TaskRef]:
         for protocol in harness.protocols_for(task, protocols):
             used.add(protocol.name)
             sized = with_window(protocol, spec.window) if spec.window else protocol
-            refs.append(_task_ref(spec, task, sized))
+            ref = _task_ref(spec, task, sized)
+            if ref not in refs:  # a window makes one of protocols that differ in it alone
+                refs.append(ref)
     unused = [protocol.name for protocol in protocols if protocol.name not in used]
     if unused:
         raise SpecError(f"protocol {unused[0]!r} fits none of the tasks {', '.join(spec.tasks)}")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
 import pytest
 import torch
 from torch import nn
@@ -453,6 +454,29 @@ def test_data_that_cannot_be_read_fails_its_task_only(
     assert [r.status for r in run(tasks=tasks, data=data).report.records] == ["failed", "ok"]
     repaired = run(tasks=tasks, data=data | {"bookcorpus": str(run.text)})
     assert repaired.report.is_complete
+    assert [record.status for record in read_records([run.out])] == ["ok", "ok"]
+
+
+def test_a_set_that_is_not_to_be_had_fails_its_task_only(
+    run: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other task runs; the record names the way out, and goes once that is taken."""
+
+    def load_dataset(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("Dataset scripts are no longer supported, but found wiki40b.py")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    data = {"wikitext2": str(run.text)}
+
+    call = run(tasks=["wiki40b", "wikitext2"], data=data)
+
+    assert [record.status for record in call.report.records] == ["failed", "ok"]
+    reason = str(call.report.records[0].reason)
+    assert "google/wiki40b" in reason
+    assert "no longer supported" in reason
+    assert "--data wiki40b=FILE" in reason
+    mended = run(tasks=["wiki40b", "wikitext2"], data=data | {"wiki40b": str(run.text)})
+    assert mended.report.is_complete
     assert [record.status for record in read_records([run.out])] == ["ok", "ok"]
 
 

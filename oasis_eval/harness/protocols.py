@@ -24,7 +24,7 @@ _VERSIONS: dict[Kind, int] = {
     "qualcomm": 1,
     "openattnres": 1,
     "llamacpp": 1,
-    "gsm8k": 1,
+    "gsm8k": 2,
 }
 _OPENATTNRES_WINDOWS = 200
 _QUALCOMM_GROUP = 1000

@@ -125,6 +125,8 @@ def evaluate(
                     value={"max_gen_toks": task.max_new_tokens},
                     update=True,
                 )
+            elif task.chat_template:  # an answer is a turn of its own there
+                item.set_config(key="doc_to_target", value="{{answer}}")
     model = OasisLM(prepared, batch_size=batch_size, quiet=quiet)
     per_item = protocol.per_document or protocol.kind == "gsm8k"
     with _own_progress_only():

@@ -3,7 +3,7 @@
 Each pass of a variant is timed between two floating-point passes and set against their mean, in CPU
 seconds of one thread; printed are medians over the rounds.
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_fake.py [rounds]
+    OMP_NUM_THREADS=1 python benchmarks/bench_fake.py [rounds [variant,...]]
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from oasis_eval.quant.calibrate import Batch
 from oasis_eval.quant.layers import FakeQuantLinear
 from oasis_eval.quant.schemes import resolve
 
-SCHEMES = ("w8a8", "w4a4", "w4a4-g128", "w8a8-static-linear", "w8a16")
+VARIANTS = (
+    "fp32 again",
+    "w8a8",
+    "w4a4",
+    "w4a4-g128",
+    "w8a8-static-linear",
+    "w8a8 unshared",
+    "w4a4 unshared",
+)
 TARGETS = {"w8a8": 1.15}
 
 
@@ -64,14 +72,15 @@ def main() -> None:
     torch.set_num_threads(1)
     ids_BT = torch.randint(0, 16384, (4, 512), generator=torch.Generator().manual_seed(1))
     batch = Batch(ids_BT[:1], torch.ones_like(ids_BT[:1]))
-    models: dict[str, nn.Module] = {"fp32": build_model(), "fp32 again": build_model()}
-    for name in SCHEMES:
+    chosen = sys.argv[2].split(",") if len(sys.argv) > 2 else VARIANTS
+    models: dict[str, nn.Module] = {"fp32": build_model()}
+    for name in chosen:
         models[name] = build_model()
-        quantize_(models[name], resolve(name), [batch])
-    for name in ("w8a8", "w4a4"):
-        models[f"{name} unshared"] = build_model()
-        quantize_(models[f"{name} unshared"], resolve(name))
-        unshare(models[f"{name} unshared"])
+        scheme = name.removesuffix(" unshared")
+        if scheme != "fp32 again":
+            quantize_(models[name], resolve(scheme), [batch])
+        if scheme != name:
+            unshare(models[name])
     ratios: dict[str, list[float]] = {name: [] for name in models}
     for model in models.values():
         seconds(model, ids_BT)

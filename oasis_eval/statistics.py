@@ -30,6 +30,11 @@ class Interval(NamedTuple):
     low: float
     high: float
 
+    @property
+    def stderr(self) -> float:
+        """Return the standard error of a normal estimate with an interval of this width."""
+        return (self.high - self.low) / 2.0 / float(stats.norm.ppf(0.5 + LEVEL / 2.0))
+
 
 class McNemar(NamedTuple):
     """Exact McNemar test of two sets of right and wrong answers to the same questions."""
@@ -113,6 +118,25 @@ def mcnemar(first_Q: Sequence[bool], second_Q: Sequence[bool]) -> McNemar:
     if changed:
         p_value = float(stats.binomtest(min(only_first, only_second), changed, 0.5).pvalue)
     return McNemar(only_first, only_second, p_value)
+
+
+def share_difference(first_Q: Sequence[bool], second_Q: Sequence[bool]) -> Interval:
+    """Return the share right under the second run minus that under the first, with an interval.
+
+    The interval is the paired one of Agresti and Min (2005): half an answer is added to each cell
+    of the 2 x 2 table, so that it keeps its level for few questions and for shares near 0 and 1.
+
+    Raises:
+        ValueError: The runs answered different numbers of questions, or none.
+    """
+    test = mcnemar(first_Q, second_Q)
+    n = len(first_Q)
+    gained, lost, size = test.only_second + 0.5, test.only_first + 0.5, n + 2.0
+    center = (gained - lost) / size
+    error = math.sqrt(gained + lost - (gained - lost) ** 2 / size) / size
+    reach = error * float(stats.norm.ppf(0.5 + LEVEL / 2.0))
+    estimate = (test.only_second - test.only_first) / n
+    return Interval(estimate, max(-1.0, center - reach), min(1.0, center + reach))
 
 
 def mean_over_seeds(values_S: Sequence[float]) -> Interval:

@@ -130,3 +130,26 @@ def test_what_cannot_be_paired_is_refused(first: list[float], second: list[float
     """One window, different lengths and non-finite losses have no interval."""
     with pytest.raises(ValueError, match="paired"):
         statistics.paired_t_test(first, second)
+
+
+@pytest.mark.parametrize(("n", "share", "shift"), [(20, 0.5, 0.1), (100, 0.05, 0.0), (400, 0.9, 0)])
+def test_interval_of_a_share_covers_the_truth(n: int, share: float, shift: float) -> None:
+    """A 95 % interval holds the true difference in at least 92 % of simulated comparisons."""
+    generator = np.random.default_rng(n)
+    covered = 0
+    for _ in range(400):
+        first = generator.random(n) < share
+        changed = generator.random(n) < 0.3
+        second = np.where(changed, generator.random(n) < share + shift, first)
+        interval = statistics.share_difference(first.tolist(), second.tolist())
+        covered += interval.low <= 0.3 * shift <= interval.high
+
+    assert covered / 400 >= 0.92
+
+
+def test_estimate_of_a_share_difference_is_the_difference() -> None:
+    """Only the interval around it is adjusted; its standard error is its width in normal terms."""
+    interval = statistics.share_difference([True, True, False, False], [True, False, False, False])
+
+    assert interval.estimate == -0.25
+    assert interval.stderr == pytest.approx((interval.high - interval.low) / 2 / 1.959964)

@@ -242,11 +242,19 @@ def write_samples(folder: Path, key: str, rows: Iterable[dict[str, object]]) -> 
 
 
 def read_samples(folder: Path, key: str) -> list[dict[str, object]]:
-    """Read the values that `write_samples` wrote; an absent file is an empty list."""
+    """Read the values that `write_samples` wrote; an absent file is an empty list.
+
+    Raises:
+        RecordError: The file is damaged.
+    """
     path = folder / f"{key}.samples.jsonl"
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line) for line in file]
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{path}: not readable as samples ({error})") from error
 
 
 def _strict(row: dict[str, object]) -> dict[str, object]:

@@ -46,7 +46,7 @@ def annotate(grid: Grid, *, spec: TableSpec, observations: Sequence[Observation]
     members = [item for cell in grid.members.values() for item in cell]
     explanations = _explanations(members, grid)
     warned_headers, warned_cells = _warnings(members, grid)
-    labels = _model_labels(members)
+    labels = model_labels(members)
     footnotes = Footnotes()
 
     def headers(axis: int) -> tuple[Line, ...]:
@@ -106,7 +106,7 @@ def annotate(grid: Grid, *, spec: TableSpec, observations: Sequence[Observation]
         cells=tuple(cells),
         observations=tuple(observations),
         footnotes=footnotes.all(),
-        notes=(*general, *_legend(cell for row_cells in cells for cell in row_cells)),
+        notes=(*general, *legend(cell for row_cells in cells for cell in row_cells)),
     )
 
 
@@ -169,7 +169,7 @@ def _warnings(
     return headers, keys
 
 
-def _model_labels(members: Sequence[Observation]) -> dict[str, str]:
+def model_labels(members: Sequence[Observation]) -> dict[str, str]:
     """Return what each model is called; two models with one label get their names beside it."""
     labels = {
         group[0].model: min(item.label for item in group)
@@ -239,7 +239,7 @@ def _metric_note(members: Sequence[Observation]) -> list[str]:
     return notes
 
 
-def _legend(cells: Iterable[Cell]) -> list[str]:
+def legend(cells: Iterable[Cell]) -> list[str]:
     """Explain each mark that occurs, in a fixed order."""
     seen = list(cells)
     statuses = {cell.status for cell in seen}

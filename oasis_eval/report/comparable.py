@@ -1,4 +1,4 @@
-"""What may stand together in a table: one protocol a column, one meaning a name, one run a seed."""
+"""What may stand together: one protocol a column or pair, one meaning a name, one run a seed."""
 
 from __future__ import annotations
 
@@ -50,6 +50,28 @@ def check_columns(observations: Sequence[Observation], *, protocols_apart: bool)
         for name in _WHERE_KNOWN:
             known = [item for item in group if getattr(item, name) is not None]
             _one_value(known, name, what, "keep one")
+
+
+def check_pair(first: Observation, second: Observation) -> None:
+    """Refuse to pair two numbers that were not measured alike.
+
+    Under dynamic activation ranges the batch size belongs to how a number is measured.
+
+    Raises:
+        RecordError: Naming the first field that differs, and both values.
+    """
+    dynamic = any(_has_dynamic_ranges(item) for item in (first, second))
+    for name in ("protocol", *_EXACT, *_WHERE_KNOWN, *(("batch_size",) if dynamic else ())):
+        one, other = getattr(first, name), getattr(second, name)
+        if one == other or (name in _WHERE_KNOWN and None in (one, other)):
+            continue
+        reason = " under dynamic activation ranges" if name == "batch_size" else ""
+        raise RecordError(
+            f"{first.task}/{first.metric} was not measured alike: {name} is {shown(one)[:16]} in "
+            f"A ({first.model}, {first.scheme}) and {shown(other)[:16]} in B ({second.model}, "
+            f"{second.scheme}){reason}{_protocol_details(name, [first, second])}; compare records "
+            f"with one {name}"
+        )
 
 
 def check_names(observations: Sequence[Observation]) -> None:
@@ -128,6 +150,11 @@ def _protocol_details(name: str, items: Sequence[Observation]) -> str:
         if len(values) > 1:
             differing.append(f"{key} {', '.join(values)}")
     return f" (they differ in {'; '.join(differing)})" if differing else ""
+
+
+def _has_dynamic_ranges(item: Observation) -> bool:
+    activations = item.record.spec.scheme.activations
+    return activations is not None and activations.ranges == "dynamic"
 
 
 def _cell_name(item: Observation) -> str:

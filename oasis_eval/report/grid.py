@@ -62,6 +62,8 @@ class Cell:
     spread: float | None = None
     spread_kind: Literal["std", "stderr"] | None = None
     num_seeds: int = 1
+    text: str | None = None
+    """What is printed where that is not the value, for example an interval."""
     floor: bool = False
     """Whether a Pass@k is not distinguishable from 0."""
     marks: tuple[str, ...] = ()

@@ -23,6 +23,8 @@ class Span(NamedTuple):
 
 def cell_text(cell: Cell) -> str:
     """Return what a cell prints, without footnote letters."""
+    if cell.text is not None:
+        return cell.text
     if cell.status != "ok" or cell.value is None:
         return MARKS[cell.status]
     if cell.kind == "change":

@@ -50,21 +50,23 @@ def render(table: Table, *, format: Format, width: int | None = None) -> str:  #
         case "latex":
             return render_latex(table)
         case "csv":
-            return _csv(_wide_rows(table))
+            return csv_text(_wide_rows(table))
         case "csv-long":
-            return _csv(_long_rows(table))
+            return csv_text(_long_rows(table))
 
 
 # --- CSV --------------------------------------------------------------------------------------
 
 
-def _csv(rows: Iterable[Sequence[str]]) -> str:
+def csv_text(rows: Iterable[Sequence[str]]) -> str:
+    """Return lines of cells as CSV; numbers at full precision (`full`), texts by `no_formula`."""
     buffer = io.StringIO()
     csv.writer(buffer, lineterminator="\n").writerows(rows)
     return buffer.getvalue()
 
 
-def _no_formula(text: str) -> str:
+def no_formula(text: str) -> str:
+    """Return `text` so that no spreadsheet runs it."""
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
@@ -76,12 +78,12 @@ def _wide_rows(table: Table) -> Iterable[list[str]]:
     header += ["quantity"] if quantity else []
     for line, names in zip(table.columns, extras, strict=True):
         path = "/".join([*line.place, *([_CHANGE] if line.kind == "change" else [])])
-        header += [_no_formula(path), *(_no_formula(f"{path}/{name}") for name in names)]
+        header += [no_formula(path), *(no_formula(f"{path}/{name}") for name in names)]
     yield header
     labels = {line.place: line.labels for line in table.rows if line.kind == "value"}
     for line, row in zip(table.rows, table.cells, strict=True):
         cells = [
-            _no_formula(text)
+            no_formula(text)
             for dimension, label in zip(table.row_dimensions, labels[line.place], strict=True)
             for text in _row_values(dimension, label)
         ]
@@ -115,10 +117,10 @@ def _extra(cell: Cell, name: str) -> str:
 def _number(cell: Cell) -> str:
     if cell.status != "ok" or cell.value is None:
         return MARKS[cell.status]
-    return _full(cell.value)
+    return full(cell.value)
 
 
-def _full(value: float) -> str:
+def full(value: float) -> str:
     """Print a number so that it reads back to the same bits."""
     return "NaN" if value != value else repr(value)  # noqa: PLR0124 - true of NaN alone
 
@@ -133,8 +135,8 @@ def _long_cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return _full(value)
-    return _no_formula(value) if isinstance(value, str) else shown(value)
+        return full(value)
+    return no_formula(value) if isinstance(value, str) else shown(value)
 
 
 # --- Markdown ---------------------------------------------------------------------------------

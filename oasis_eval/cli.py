@@ -175,7 +175,7 @@ def table(
 
     Example: oasis-eval table results/runs --baseline reference --format latex --out table.tex
     """
-    from oasis_eval.record import read_records, write_text_atomically
+    from oasis_eval.record import read_records
     from oasis_eval.report.render import FORMATS, render
     from oasis_eval.report.tables import build_table, load_spec
 
@@ -185,14 +185,49 @@ def table(
     if baseline is not None:
         settings = settings.model_copy(update={"baseline": baseline})
     if where:
-        settings = settings.model_copy(update={"where": {**settings.where, **_filters(where)}})
-    width = shutil.get_terminal_size().columns if out is None and sys.stdout.isatty() else None
+        settings = settings.model_copy(
+            update={"where": {**settings.where, **_filters(where, "--where")}}
+        )
     built = build_table(list(read_records(records)), settings)
-    text = render(built, format=format, width=width)  # type: ignore[arg-type]  # checked above
-    if out is None:
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
-    else:
-        write_text_atomically(out, text)
+    _write(render(built, format=format, width=_width(out)), out)  # type: ignore[arg-type]  # checked above
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A", help="Folder or file of records.")],
+    second: Annotated[Path, typer.Argument(metavar="B", help="What is compared with A.")],
+    where_a: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=PATTERN", help="Records of A, as `table --where`: scheme=fp32."
+        ),
+    ] = None,
+    where_b: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=PATTERN", help="Records of B: scheme=w8a8.")
+    ] = None,
+    format: Annotated[  # noqa: A002 - the option's name
+        str, typer.Option(help="terminal, markdown, csv or latex.")
+    ] = "terminal",
+    out: Annotated[Path | None, typer.Option(help="File to write instead of the screen.")] = None,
+) -> None:
+    """Test whether B differs from A, window by window and answer by answer.
+
+    Example: oasis-eval compare results/runs results/runs --where-a scheme=fp32
+    --where-b scheme=w8a8
+    """
+    from oasis_eval.report.compare import compare as compare_records
+    from oasis_eval.report.comparison_table import COMPARISON_FORMATS, render_comparison
+
+    if format not in COMPARISON_FORMATS:
+        raise SpecError(f"--format {format!r}: expected one of {', '.join(COMPARISON_FORMATS)}")
+    found = compare_records(
+        first,
+        second,
+        where_first=_filters(where_a or [], "--where-a"),
+        where_second=_filters(where_b or [], "--where-b"),
+    )
+    text = render_comparison(found, format=format, width=_width(out))  # type: ignore[arg-type]  # checked above
+    _write(text, out)
 
 
 @app.command()
@@ -359,12 +394,12 @@ def _mapping(items: list[str]) -> dict[str, str]:
     return mapping
 
 
-def _filters(items: list[str]) -> dict[str, tuple[str, ...]]:
+def _filters(items: list[str], option: str) -> dict[str, tuple[str, ...]]:
     filters: dict[str, tuple[str, ...]] = {}
     for item in items:
         name, sign, pattern = item.partition("=")
         if not sign or not name:
-            raise SpecError(f"--where {item!r}: expected FIELD=PATTERN")
+            raise SpecError(f"{option} {item!r}: expected FIELD=PATTERN")
         filters[name] = (*filters.get(name, ()), pattern)
     return filters
 
@@ -374,12 +409,26 @@ def _print_table(records: list[RunRecord]) -> None:
     from oasis_eval.report.tables import build_table, load_spec
 
     try:
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         built = build_table(records, load_spec("results"))
-        text = render(built, format="terminal", width=width)
+        text = render(built, format="terminal", width=_width(None))
     except OasisError as error:  # the records are on disk whatever the table makes of them
         text = f"no single table shows these records: {error}"
-    sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    _write(text, None)
+
+
+def _width(out: Path | None) -> int | None:
+    """Return the columns of the terminal that a table is printed on, None where there is none."""
+    return shutil.get_terminal_size().columns if out is None and sys.stdout.isatty() else None
+
+
+def _write(text: str, out: Path | None) -> None:
+    """Print `text`, or write it to a file."""
+    from oasis_eval.record import write_text_atomically
+
+    if out is None:
+        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+    else:
+        write_text_atomically(out, text)
 
 
 def _say_of_cells(messages: Iterable[tuple[RunRecord, str, str]]) -> None:

@@ -41,6 +41,7 @@ OPTIONS = {
         "--quiet",
     ],
     "table": ["--spec", "--format", "--baseline", "--where", "--out"],
+    "compare": ["--where-a", "--where-b", "--format", "--out"],
     "models": [],
     "convert": [
         "--variant",

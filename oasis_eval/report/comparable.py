@@ -67,7 +67,7 @@ def check_pair(first: Observation, second: Observation) -> None:
             continue
         reason = " under dynamic activation ranges" if name == "batch_size" else ""
         raise RecordError(
-            f"{first.task}/{first.metric} was not measured alike: {name} is {shown(one)[:16]} in "
+            f"{first.task} was not measured alike: {name} is {shown(one)[:16]} in "
             f"A ({first.model}, {first.scheme}) and {shown(other)[:16]} in B ({second.model}, "
             f"{second.scheme}){reason}{_protocol_details(name, [first, second])}; compare records "
             f"with one {name}"

@@ -137,7 +137,7 @@ def attention_forward(  # noqa: PLR0913, PLR0917 - transformers' signature
                 f"attention {kind!r} in {type(module).__name__}: argument {name!r} is not "
                 "supported; use attn_implementation 'eager' or 'sdpa' for this model"
             )
-    normalizer, null_logit_H = _resolve(kind, module, s_aux)
+    normalizer, null_logit_H = resolve_normalizer(kind, module, s_aux)
     if is_causal is None:
         is_causal = bool(getattr(module, "is_causal", True))
     if attention_mask is not None:
@@ -162,10 +162,22 @@ def attention_forward(  # noqa: PLR0913, PLR0917 - transformers' signature
     return output.context.contiguous(), output.probs
 
 
-def _resolve(
+def resolve_normalizer(
     kind: NormalizerName, module: nn.Module, s_aux: Tensor | None
 ) -> tuple[Normalizer, Tensor | None]:
-    """Find the constants of `kind` on the module, then in its configuration."""
+    """Find the constants of `kind` on an attention module, then in its configuration.
+
+    Args:
+        kind: Normalizer, the name of the attention implementation.
+        module: The model's attention module.
+        s_aux: Learned sink logits [H] that the model hands over.
+
+    Returns:
+        The normalizer, and its learned null logit [H] or None.
+
+    Raises:
+        SpecError: A constant is missing, or sink logits would be left out.
+    """
     config = getattr(module, "config", None)
     sinks = getattr(module, "sinks", None) if s_aux is None else s_aux
     if sinks is not None and kind != "sink":

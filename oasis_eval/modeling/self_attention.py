@@ -48,10 +48,12 @@ class SelfAttentionOutput(NamedTuple):
 
 
 class SelfAttentionTaps(AttentionTaps):
-    """Those of `attend`, and what goes into the KV cache."""
+    """Those of `attend`, the queries, and what goes into the KV cache."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.query = Tap()
+        """[B, H, T, C] after the rotary embedding."""
         self.key = Tap()
         """[B, K, T, C] after the rotary embedding."""
         self.value = Tap()
@@ -141,6 +143,7 @@ class OasisAttentionMixin:
         key_BKTC = self._split(self.k_proj(hidden_states), "k_norm")
         value_BKTC = self._split(self.v_proj(hidden_states), None)
         query_BHTC, key_BKTC = apply_rotary_pos_emb(query_BHTC, key_BKTC, *position_embeddings)
+        query_BHTC = self.taps.query(query_BHTC)
         key_BKTC, value_BKTC = self.taps.key(key_BKTC), self.taps.value(value_BKTC)
         if cache is not None:
             key_BKTC, value_BKTC = cache.update(key_BKTC, value_BKTC, self.layer_idx)

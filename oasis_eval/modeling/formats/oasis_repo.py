@@ -68,4 +68,4 @@ def _normalizer(raw: RawConfig, name: str) -> DepthNormalizerName:
     return _NORMALIZERS[value]
 
 
-OASIS_REPO = PublicFormat("OASIS authors' format", _matches, _translate)
+OASIS_REPO = PublicFormat("OASIS authors' code", _matches, _translate)

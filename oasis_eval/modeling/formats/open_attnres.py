@@ -60,7 +60,7 @@ class _Stored(NamedTuple):
     has_final_read: bool
 
 
-_WIRINGS: MappingProxyType[_Stored, Wiring] = MappingProxyType(
+WIRINGS: MappingProxyType[_Stored, Wiring] = MappingProxyType(
     {
         _Stored("block", True, False): "cumulative",
         _Stored("block", True, True): "reset",
@@ -103,7 +103,7 @@ def _translate(raw: RawConfig, names: Names) -> Translation:
         has_biases=any(name.endswith("_res_bias") for name in names),
         has_final_read=any(name.startswith("model.final_res_") for name in names),
     )
-    wiring = _WIRINGS.get(stored)
+    wiring = WIRINGS.get(stored)
     if wiring is None:
         raise _unknown(stored)
     num_layers = required(raw, "num_hidden_layers")
@@ -123,7 +123,7 @@ def _translate(raw: RawConfig, names: Names) -> Translation:
 
 
 def _unknown(stored: _Stored) -> CheckpointError:
-    known = sorted({known.mode for known in _WIRINGS})
+    known = sorted({known.mode for known in WIRINGS})
     if stored.mode not in known:
         return CheckpointError(
             f"config.json: attnres_mode {stored.mode!r} is not supported; supported: "

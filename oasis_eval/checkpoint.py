@@ -20,7 +20,7 @@ from pathlib import Path
 
 from oasis_eval.errors import CheckpointError, MissingExtraError, OasisError, SpecError
 from oasis_eval.paths import cache_folder
-from oasis_eval.spec import DirSource, HubSource, ModelCard, PackageSource
+from oasis_eval.spec import DirSource, HubSource, ModelCard, NamedSource, PackageSource
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
@@ -42,6 +42,8 @@ def locate(card: ModelCard) -> Path:
         return _download(source)
     if isinstance(source, PackageSource):
         return _in_package(source)
+    if isinstance(source, NamedSource):
+        raise CheckpointError(f"{card.name}: the card of an imported result says no place to load")
     path = Path(source.path)
     expected = "folder" if isinstance(source, DirSource) else "GGUF file"
     there = path.is_dir() if isinstance(source, DirSource) else path.is_file()

@@ -230,6 +230,28 @@ def compare(
     _write(text, out)
 
 
+@app.command(name="import")
+def import_(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="RESULTS...", help="Files that lm-eval's --output_path made."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of records.")] = DEFAULT_RECORDS,
+) -> None:
+    """Make records of lm-eval's result files, so that tables show its numbers beside ours.
+
+    Example: oasis-eval import lm-eval-out/my-llama/results_2026-01-31T12-00-00.json
+    """
+    from oasis_eval.harness.results import import_results
+
+    for path in results:
+        for record, place, is_new in import_results(path, out):
+            numbers = f"{len(record.metrics)} numbers" if is_new else "there already"
+            what = f"{record.card.label}, {record.spec.scheme.name}, {record.spec.task.name}"
+            print(f"{what}: {numbers}, {place}")  # noqa: T201 - the command's output
+    print(f"\nTable: oasis-eval table {out}")  # noqa: T201 - the command's output
+
+
 @app.command()
 def models() -> None:
     """List the model cards, and what else `evaluate` takes."""

@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from oasis_eval.errors import RecordError
-from oasis_eval.spec import Granularity, ModelCard, RunSpec, explain
+from oasis_eval.spec import Granularity, ImportedRun, ModelCard, RunSpec, explain
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "failed", "unsupported"]
@@ -116,20 +116,20 @@ class ProtocolInfo(Outcome):
 
 
 class Provenance(Outcome):
-    """Who measured, with what."""
+    """Who measured, with what; None is what an imported result does not say."""
 
-    checkpoint_sha256: str
+    checkpoint_sha256: str | None
     versions: dict[str, str]
     """Library versions."""
     git_commit: str | None = None
-    device: str
-    dtype: str
-    attention: str
+    device: str | None
+    dtype: str | None
+    attention: str | None
     """Attention implementation that ran."""
-    started: str
+    started: str | None
     """UTC, ISO 8601."""
-    seconds: float
-    num_threads: int
+    seconds: float | None
+    num_threads: int | None
 
 
 class RunRecord(Outcome):
@@ -137,7 +137,7 @@ class RunRecord(Outcome):
 
     schema_version: int = SCHEMA_VERSION
     key: str
-    spec: RunSpec
+    spec: RunSpec | ImportedRun
     card: ModelCard
     status: Status
     reason: str | None = None
@@ -193,8 +193,13 @@ def _write_and_rename(path: Path, text: str) -> None:
 def write_record(folder: Path, record: RunRecord) -> Path:
     """Write `record` as `<key>.json` in `folder`, atomically, and return the path."""
     path = folder / f"{record.key}.json"
-    write_text_atomically(path, record.model_dump_json(indent=1) + "\n")
+    write_text_atomically(path, record_text(record))
     return path
+
+
+def record_text(record: RunRecord) -> str:
+    """Return what a record's file holds."""
+    return record.model_dump_json(indent=1) + "\n"
 
 
 def read_record(path: Path) -> RunRecord:

@@ -19,8 +19,9 @@ from oasis_eval.errors import SpecError
 Dtype = Literal["fp32", "bf16", "fp16"]
 Granularity = Literal["tensor", "channel", "token", "group"]
 RangeEstimator = Literal["dynamic", "minmax", "running_minmax", "percentile", "mse"]
-Backend = Literal["none", "fake", "torch", "bitsandbytes", "quanto", "torchao"]
-Execution = Literal["none", "fake", "real"]
+Backend = Literal["none", "fake", "torch", "bitsandbytes", "quanto", "torchao", "lm-eval"]
+Execution = Literal["none", "fake", "real", "unknown"]
+"""`unknown`, with backend `lm-eval`: an imported number whose precision nobody recorded."""
 Region = Literal[
     "linear_inputs",
     "linear_outputs",
@@ -95,7 +96,16 @@ class PackageSource(Spec):
         return self
 
 
-Source = Annotated[HubSource | DirSource | GgufSource | PackageSource, Field(discriminator="kind")]
+class NamedSource(Spec):
+    """A name alone, as in an imported result: whether a folder or a repository is not recorded."""
+
+    kind: Literal["name"] = "name"
+    name: str
+
+
+Source = Annotated[
+    HubSource | DirSource | GgufSource | PackageSource | NamedSource, Field(discriminator="kind")
+]
 
 
 class ModelCard(Spec):
@@ -190,6 +200,12 @@ class QuantScheme(Spec):
         if (self.backend == "none") != (self.execution == "none"):
             raise ValueError("backend 'none' goes with execution 'none'")
         quantizes = self.weights is not None or self.activations is not None
+        if (self.backend == "lm-eval") != (self.execution == "unknown"):
+            raise ValueError("backend 'lm-eval' goes with execution 'unknown'")
+        if self.execution == "unknown":
+            if quantizes:
+                raise ValueError("what an imported number was quantized to is not known")
+            return self
         if (self.execution == "none") == quantizes:
             raise ValueError("a scheme quantizes weights or activations unless execution is 'none'")
         if self.execution == "none" and self.dtype is None:
@@ -229,8 +245,8 @@ class TaskRef(Spec):
     """Local file that replaces the data set, same code path; None: the hub."""
     limit: int | None = Field(default=None, ge=1)
     """Windows or blocks (perplexity), documents (rolling protocols), questions (GSM8K)."""
-    max_new_tokens: int = Field(default=256, ge=1)
-    """Generation budget of a question."""
+    max_new_tokens: int | None = Field(default=256, ge=1)
+    """Generation budget of a question; None: not recorded (an imported number)."""
     chat_template: bool = False
     """Whether prompts go through the tokenizer's chat template."""
 
@@ -246,6 +262,27 @@ class RunSpec(Spec):
     seed: int = 0
     batch_size: int = Field(default=1, ge=1)
     device: str = "cpu"
+
+
+class ImportedRun(Spec):
+    """One result of another program; None is what its file does not say."""
+
+    importer: Literal["lm-eval"]
+    """Program that wrote the file."""
+    results_sha256: str
+    """Of the file."""
+    model: str
+    scheme: QuantScheme
+    task: TaskRef
+    dtype: Dtype | None = None
+    seed: int = 0
+    batch_size: int | None = None
+    device: str | None = None
+    model_type: str
+    """lm-eval's `--model`, for example `hf`."""
+    model_args: dict[str, str] = {}
+    task_version: str | None = None
+    num_fewshot: int | None = None
 
 
 class EvaluationSpec(Spec):

@@ -42,6 +42,7 @@ OPTIONS = {
     ],
     "table": ["--spec", "--format", "--baseline", "--where", "--out"],
     "compare": ["--where-a", "--where-b", "--format", "--out"],
+    "import": ["--out"],
     "models": [],
     "convert": [
         "--variant",

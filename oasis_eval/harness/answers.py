@@ -6,6 +6,9 @@ import math
 import re
 from decimal import Decimal, InvalidOperation
 
+FILTERS = {"pass@1": "strict", "pass@1_flexible": "flexible"}
+"""How each metric reads an answer."""
+
 # A number with optional thousands separators; a full stop counts only before a digit, so that the
 # one that ends a sentence does not.
 _ANY = re.compile(r"(?<![\w.])[-\u2212]?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")

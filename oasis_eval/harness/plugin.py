@@ -6,6 +6,7 @@ entry point `lm_eval.models` find the model type by themselves.
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from oasis_eval import registry
 from oasis_eval.errors import SpecError
 from oasis_eval.harness.lm import OasisLM
+from oasis_eval.harness.protocols import VERSIONS
 from oasis_eval.loading import load, prepare
 from oasis_eval.paths import data_folder
 from oasis_eval.quant.schemes import resolve
@@ -60,12 +62,22 @@ class PluginLM(OasisLM):
         super().__init__(prepared, batch_size=int(batch_size))
 
     def get_model_info(self) -> dict[str, Any]:
-        """Return what lm-eval's result file should say about the model."""
+        """Return what lm-eval's result file should say about the model.
+
+        `results` makes records of it; protocol versions are there because the file has only the
+        tasks' own.
+        """
         return {
+            "oasis_version": importlib.metadata.version("oasis-eval"),
+            "oasis_card": self.prepared.card.model_dump(mode="json"),
             "oasis_checkpoint_sha256": self.prepared.digest,
             "oasis_scheme": self.prepared.scheme.name,
+            "oasis_scheme_settings": self.prepared.scheme.model_dump(mode="json"),
             "oasis_dtype": self.prepared.dtype,
             "oasis_device": self.prepared.device,
+            "oasis_attention": self.prepared.attention,
+            "oasis_warnings": list(self.prepared.warnings),
+            "oasis_protocol_versions": dict(VERSIONS),
         }
 
 

@@ -18,7 +18,7 @@ from oasis_eval.spec import content_hash
 Kind = Literal["gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "gsm8k"]
 _NAME = re.compile(r"^(gptq|qualcomm|openattnres|llamacpp)-(\d+)$|^(rolling-word)(?:-(\d+))?$")
 _GSM8K = re.compile(r"^gsm8k-(\d+)shot$")
-_VERSIONS: dict[Kind, int] = {
+VERSIONS: dict[Kind, int] = {
     "gptq": 1,
     "rolling-word": 1,
     "qualcomm": 1,
@@ -26,6 +26,7 @@ _VERSIONS: dict[Kind, int] = {
     "llamacpp": 1,
     "gsm8k": 2,
 }
+"""Raised when a change of the code changes a protocol's numbers."""
 _OPENATTNRES_WINDOWS = 200
 _QUALCOMM_GROUP = 1000
 DEFAULTS = ("gptq-2048", "rolling-word", "qualcomm-512", "openattnres-2048", "llamacpp-512")
@@ -66,7 +67,7 @@ class Protocol:
     @property
     def version(self) -> int:
         """Raised when a change of the code changes its numbers."""
-        return _VERSIONS[self.kind]
+        return VERSIONS[self.kind]
 
     @property
     def sha256(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from oasis_eval import corpus
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
+from oasis_eval.harness.answers import FILTERS
 from oasis_eval.harness.protocols import TASKS, Details, Protocol, parse_protocol
 from oasis_eval.paths import data_folder
 from oasis_eval.prepared import PreparedModel
@@ -306,7 +307,7 @@ def _question_outcome(result: Any, task: TaskRef, protocol: Protocol, batch_size
             stderr=_binomial_stderr(value, n) if metric.startswith("pass@") else None,
             count=n,
             protocol=task.protocol,
-            filter={"pass@1": "strict", "pass@1_flexible": "flexible"}.get(metric),
+            filter=FILTERS.get(metric),
         )
         for metric, value in sorted(values.items())
     )

@@ -122,9 +122,9 @@ def data_note(item: Observation) -> str | None:
 def scheme_note(group: Sequence[Observation]) -> str:
     """Say what a scheme quantizes and in which dtype its model computes."""
     scheme = group[0].record.spec.scheme
-    dtypes = sorted({item.dtype for item in group})
+    dtypes = sorted({item.dtype for item in group if item.dtype is not None})
     parts = [f"{scheme.name} ({group[0].scheme_sha256[:8]}): {describe_scheme(scheme)}"]
-    if scheme.execution != "none" or dtypes != [scheme.name]:
+    if dtypes and (scheme.execution != "none" or dtypes != [scheme.name]):
         parts.append(f"computed in {' or '.join(dtypes)}")
     return "; ".join(parts) + "."
 

@@ -37,8 +37,8 @@ class Observation:
     """Of the scheme without its name and description."""
     backend: str
     execution: str
-    dtype: str
-    """Dtype of the computation."""
+    dtype: str | None
+    """Dtype of the computation; None: not recorded (an imported number)."""
     task: str
     protocol: str
     protocol_version: int | None
@@ -55,8 +55,8 @@ class Observation:
     chat_template: bool | None
     """Of generative metrics."""
     seed: int
-    batch_size: int
-    device: str
+    batch_size: int | None
+    device: str | None
     checkpoint_sha256: str | None
     metric: str | None
     """None in a record without numbers."""

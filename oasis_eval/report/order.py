@@ -36,7 +36,9 @@ def natural_key(text: str) -> SortKey:
 
 
 def scheme_key(scheme: QuantScheme) -> SortKey:
-    """Return a key: unquantized dtypes first, then weight bits and activation bits downwards."""
+    """Return a key: unquantized dtypes, weight and activation bits downwards, what is unknown."""
+    if scheme.execution == "unknown":
+        return (2, 0, 0, natural_key(scheme.name))
     if scheme.execution == "none":
         rank = _DTYPES.index(scheme.dtype) if scheme.dtype else len(_DTYPES)
         return (0, rank, 0, natural_key(scheme.name))

@@ -33,7 +33,7 @@ NEAR = 16
 GAP_QUERIES = 16
 """Queries of a sequence, evenly spread and the last one among them, whose logits are sorted."""
 
-_SIMPLEX = ("softmax", "sparsemax", "entmax15")
+_SIMPLEX = ("sparsemax", "entmax15")
 _TILE_ELEMENTS = 1 << 19
 _MIN_TILE_QUERIES = 16
 _MAX_TILE_QUERIES = 128
@@ -122,35 +122,26 @@ class HeadSums:
 
     def _add_tile(self, tile: _Tile, call: AttentionCall, positions: _Positions) -> None:
         real_BR = positions.real[:, tile.rows]
-        null_logit = None if call.null_logit is None else call.null_logit.reshape(-1, 1).float()
-        probs_BHRS, null_BHR = normalize(tile.logits, None, call.normalizer, null_logit=null_logit)
-        total_BHR = probs_BHRS.sum(dim=-1)
-        if null_BHR is None:
-            on_simplex = call.normalizer.kind in _SIMPLEX
-            null_BHR = (1.0 - total_BHR).clamp_min(0.0) * (0.0 if on_simplex else 1.0)
+        shares_BHRS, kept_BHR, null_BHR = _shares(call, tile.logits)
         self._mean("null", null_BHR, real_BR[:, None])
 
-        first_B = positions.first
-        index = first_B.view(-1, 1, 1, 1).expand(*probs_BHRS.shape[:3], 1)
-        sink_BHR = probs_BHRS.gather(-1, index).squeeze(-1)
+        index = positions.first.view(-1, 1, 1, 1).expand(*kept_BHR.shape, 1)
+        share_BHR = shares_BHRS.gather(-1, index).squeeze(-1)
         sees_BHR = tile.logits.gather(-1, index).squeeze(-1) > -torch.inf
-        share_BHR = torch.where(total_BHR > 0, sink_BHR / total_BHR, 0.0)
         for suffix, counted in (
             ("", real_BR),
             ("_64", real_BR & (positions.number[:, tile.rows] < SINK_LENGTH)),
         ):
             where = sees_BHR & counted[:, None]
-            self._mean(f"sink{suffix}", sink_BHR, where)
+            self._mean(f"sink{suffix}", share_BHR * kept_BHR, where)
             self._mean(f"sink_renormalised{suffix}", share_BHR, where)
 
-        has_mass = (total_BHR > 0) & real_BR[:, None]
-        distance_RS = (tile.query - tile.key).abs()
-        near_S = slice(max(0, int(tile.query[0]) - NEAR + 1), None)
-        is_near_RS = (distance_RS < NEAR)[:, near_S]
-        near_BHR = (probs_BHRS[..., near_S] * is_near_RS).sum(dim=-1)
-        distance_BHR = probs_BHRS.mul_(distance_RS).sum(dim=-1)
-        self._mean("distance", distance_BHR / total_BHR, has_mass)
-        self._mean("near", near_BHR / total_BHR, has_mass)
+        has_mass = (kept_BHR > 0) & real_BR[:, None]
+        distance_RS = (tile.query - tile.key).abs().float()
+        near_S = slice(max(0, tile.rows.start - NEAR + 1), None)
+        is_near_RS = (distance_RS[:, near_S] < NEAR).float()
+        self._mean("near", (shares_BHRS[..., near_S] * is_near_RS).sum(dim=-1), has_mass)
+        self._mean("distance", shares_BHRS.mul_(distance_RS).sum(dim=-1), has_mass)
         self._add_logits(tile.logits, real_BR, positions.sampled[:, tile.rows])
 
     def _add_logits(self, logits_BHRS: Tensor, real_BR: Tensor, sampled_BR: Tensor) -> None:
@@ -234,6 +225,42 @@ class _Tile(NamedTuple):
     """[S'] index of each key."""
 
 
+def _shares(call: AttentionCall, logits_BHRS: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return renormalised weights, the mass that they divide up, and the rest.
+
+    Args:
+        call: For its normalizer.
+        logits_BHRS: Hidden entries minus infinity.
+
+    Returns:
+        [B, H, R, S], 0 in rows without mass; mass on real keys and null mass, [B, H, R].
+    """
+    normalizer = call.normalizer
+    if normalizer.kind in ("softmax", "softmax1", "sink"):
+        # One softmax for all three: their weights differ by a factor a row.
+        shares_BHRS = torch.softmax(logits_BHRS, dim=-1)
+        peak_BHR = logits_BHRS.amax(dim=-1)
+        if call.mask is not None:  # padding may see no key at all
+            shares_BHRS.masked_fill_((peak_BHR == -torch.inf).unsqueeze(-1), 0.0)
+        if normalizer.kind == "softmax":
+            return shares_BHRS, *_all_kept(shares_BHRS)
+        null = normalizer.log_n if call.null_logit is None else call.null_logit.float()
+        null_H1 = torch.as_tensor(null, device=logits_BHRS.device).reshape(-1, 1)
+        lse_BHR = peak_BHR - shares_BHRS.amax(dim=-1).log()
+        return shares_BHRS, torch.sigmoid(lse_BHR - null_H1), torch.sigmoid(null_H1 - lse_BHR)
+    probs_BHRS = normalize(logits_BHRS, None, normalizer).probs
+    if normalizer.kind in _SIMPLEX:
+        return probs_BHRS, *_all_kept(probs_BHRS)
+    kept_BHR = probs_BHRS.sum(dim=-1)
+    probs_BHRS /= torch.where(kept_BHR > 0, kept_BHR, 1.0).unsqueeze(-1)
+    return probs_BHRS, kept_BHR, (1.0 - kept_BHR).clamp_min(0.0)
+
+
+def _all_kept(shares_BHRS: Tensor) -> tuple[Tensor, Tensor]:
+    kept_BHR = torch.ones_like(shares_BHRS[..., 0])
+    return kept_BHR, torch.zeros_like(kept_BHR)
+
+
 def _tiles(call: AttentionCall) -> Iterator[_Tile]:
     batch, heads, num_queries, _ = call.query.shape
     key_BKCS = call.key.float().transpose(-1, -2)
@@ -246,14 +273,16 @@ def _tiles(call: AttentionCall) -> Iterator[_Tile]:
         query_R1 = index_S[rows].unsqueeze(-1)
         causal_only = call.mask is None and call.is_causal
         key_S = index_S[: rows.stop] if causal_only else index_S
-        query_BKGRC = (call.query[:, :, rows].float() * call.scaling).unflatten(
-            1, (num_key_heads, -1)
-        )
-        logits = (query_BKGRC @ key_BKCS[..., : len(key_S)].unsqueeze(2)).flatten(1, 2)
+        query_BHRC = call.query[:, :, rows].float() * call.scaling
+        # The heads that share keys side by side: broadcasting would copy the keys for each.
+        query_BKNC = query_BHRC.reshape(batch, num_key_heads, -1, query_BHRC.shape[-1])
+        logits_BKNS = query_BKNC @ key_BKCS[..., : len(key_S)]
+        logits = logits_BKNS.view(batch, heads, -1, len(key_S))
         if call.softcap is not None:
             logits = call.softcap * torch.tanh(logits / call.softcap)
         if causal_only:
-            logits.masked_fill_(key_S > query_R1, -torch.inf)
+            # Keys before the tile's first query are visible to all of it.
+            logits[..., start:].masked_fill_(key_S[start:] > query_R1, -torch.inf)
         elif call.mask is not None:
             _apply_mask_(logits, call.mask[..., rows, : len(key_S)])
         yield _Tile(logits, rows, query_R1, key_S)

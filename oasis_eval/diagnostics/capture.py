@@ -6,7 +6,8 @@ backbone read: what is quantized, and the only set that means the same under eve
 that read one tensor (query, key and value) count as one; gates and depth routers, which some
 variants have and others have not, and the language-model head are not in it.
 
-A hook reduces its tensor at once and keeps sums. The last tensor is remembered until the next one,
+A hook reduces its tensor at once to five numbers a token, and the end of the pass adds these up.
+The last tensor is remembered until the next one,
 because what a norm returns is what the Linears behind it read.
 
 Shapes: B sequences, T tokens, F features.
@@ -19,12 +20,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from oasis_eval.diagnostics.moments import TokenMoments, token_moments
-from oasis_eval.diagnostics.tensor_sums import TensorSums
+from oasis_eval.diagnostics.tensor_sums import TensorSums, sums_over_sequences
 from oasis_eval.modeling.routing import DepthPort
 from oasis_eval.modeling.self_attention import ElementwiseGate, PerHeadGate
 
@@ -96,6 +98,7 @@ class ActivationWatch:
         """Of the running pass."""
         self.real_BT: Tensor | None = None
         """Real tokens of the running pass; None: no padding."""
+        self._pass: list[tuple[TensorSums, TokenMoments]] = []
         self._last: tuple[Tensor, TokenMoments, Tensor] | None = None
         self._last_input: Tensor | None = None
 
@@ -117,7 +120,26 @@ class ActivationWatch:
                 handle.remove()
 
     def end_pass(self) -> None:
-        """Forget the tensors of a forward pass that has ended."""
+        """Sum up a forward pass that has ended."""
+        # All tensors of one width at once: dozens of small operations each would cost more than
+        # the reduction of the activations.
+        by_width: dict[int, list[tuple[TensorSums, TokenMoments]]] = {}
+        for entry in self._pass:
+            by_width.setdefault(entry[1].num_features, []).append(entry)
+        for width, entries in by_width.items():
+            peak, mean, second, third, fourth = (
+                torch.stack(tensors)
+                for tensors in zip(*(moments[:5] for _, moments in entries), strict=True)
+            )
+            stacked = TokenMoments(peak, mean, second, third, fourth, width)
+            sums_GX = sums_over_sequences(stacked, self.real_BT)
+            for (sums, _), sums_X in zip(entries, sums_GX, strict=True):
+                sums.add(sums_X, self.num_sequences)
+        self.drop_pass()
+
+    def drop_pass(self) -> None:
+        """Forget the tensors of a forward pass."""
+        self._pass.clear()
         self._last = self._last_input = None
 
     def _output(self, target: Target, _: nn.Module, __: object, output: Any) -> None:
@@ -145,9 +167,9 @@ class ActivationWatch:
             self._last = (x, token_moments(view_BTF), view_BTF)
         _, moments, view_BTF = self._last
         sums = self.sums.setdefault((target.tensor_set, target.name), TensorSums())
-        sums.add(moments, self.real_BT)
         if target.is_hidden_state:
             sums.add_massive(view_BTF, moments, self.real_BT)
+        self._pass.append((sums, moments))
 
 
 def _decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -32,7 +32,7 @@ _PIECE_ELEMENTS = 1 << 16
 
 
 class TokenMoments(NamedTuple):
-    """Sums over the features of each token, [B, T] in fp64."""
+    """Sums over the features of each token, [B, T] in fp64; [G, B, T] of G tensors stacked."""
 
     peak: Tensor
     """max |x|."""
@@ -50,7 +50,7 @@ class TokenMoments(NamedTuple):
 
 
 class SequenceMoments(NamedTuple):
-    """Statistics of each sequence over its real tokens x features, [B] in fp64."""
+    """Statistics of each sequence over its real tokens x features, [B] or [G, B] in fp64."""
 
     peak: Tensor
     """max |x|."""
@@ -83,11 +83,9 @@ def sequence_moments(tokens: TokenMoments, real_BT: Tensor | None) -> SequenceMo
 
     Args:
         tokens: What `token_moments` returned.
-        real_BT: Boolean, False for padding; None: no padding.
+        real_BT: Boolean, False for padding; None: no padding. On the device of `tokens`.
     """
     features = tokens.num_features
-    if real_BT is not None:
-        real_BT = real_BT.to(tokens.mean.device)
     num_B1 = _count(tokens.mean, real_BT).unsqueeze(-1) * features
     mean_B1 = _total(tokens.mean * features, real_BT).unsqueeze(-1) / num_B1
     delta_BT = tokens.mean - mean_B1
@@ -131,7 +129,7 @@ def masked_max(values_BT: Tensor, real_BT: Tensor | None) -> Tensor:
 def first_token(real_BT: Tensor | None, like_BT: Tensor) -> Tensor:
     """Return where each sequence has its first real token, boolean [B, T]."""
     if real_BT is None:
-        first_BT = torch.zeros_like(like_BT, dtype=torch.bool)
+        first_BT = torch.zeros(like_BT.shape[-2:], dtype=torch.bool, device=like_BT.device)
         first_BT[:, 0] = True
         return first_BT
     return real_BT & (real_BT.cumsum(dim=-1) == 1)
@@ -183,9 +181,9 @@ def massive_activations(
 
 def _reduce(x_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     # Metal has no fp64; there the pieces are reduced on the CPU.
-    deviation_NF = x_NF.to("cpu" if x_NF.device.type == "mps" else x_NF.device, torch.float64)
-    deviation_NF = deviation_NF.clone() if deviation_NF is x_NF else deviation_NF
-    peak_N = torch.linalg.vector_norm(deviation_NF, torch.inf, dim=-1)
+    device = "cpu" if x_NF.device.type == "mps" else x_NF.device
+    deviation_NF = x_NF.to(device, torch.float64, copy=True)
+    peak_N = x_NF.abs().amax(dim=-1).to(device, torch.float64)
     mean_N = deviation_NF.mean(dim=-1)
     deviation_NF -= mean_N.unsqueeze(-1)
     square_NF = deviation_NF * deviation_NF
@@ -203,7 +201,7 @@ def _literature(second_B: Tensor, fourth_B: Tensor, num_B: Tensor) -> Tensor:
 
 def _count(like_BT: Tensor, real_BT: Tensor | None) -> Tensor:
     if real_BT is None:
-        return like_BT.new_full(like_BT.shape[:1], like_BT.shape[1])
+        return like_BT.new_full(like_BT.shape[:-1], like_BT.shape[-1])
     return real_BT.sum(dim=-1).to(like_BT.dtype)
 
 

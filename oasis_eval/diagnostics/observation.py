@@ -50,8 +50,9 @@ class Observation:
             output = backbone(
                 input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
             )
-        finally:
             self.activations.end_pass()
+        finally:
+            self.activations.drop_pass()
             self.routing.end_pass()
         lengths_B = (
             [input_ids_BT.shape[1]] * len(input_ids_BT)

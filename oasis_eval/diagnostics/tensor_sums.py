@@ -56,35 +56,16 @@ class TensorSums:
     """The largest; `sequence` counts over the whole text."""
     _sums: Tensor | None = None
 
-    def add(self, tokens: TokenMoments, real_BT: Tensor | None) -> None:
-        """Take in one forward pass."""
-        if real_BT is not None:
-            real_BT = real_BT.to(tokens.mean.device)
-        whole = sequence_moments(tokens, real_BT)
-        first_BT = first_token(real_BT, tokens.mean)
-        rest_BT = ~first_BT if real_BT is None else real_BT & ~first_BT
-        is_varied_BT = tokens.second != 0.0
-        terms = (
-            whole.peak,
-            masked_max(tokens.peak, first_BT),
-            masked_max(tokens.peak, rest_BT),
-            rest_BT.any(dim=-1),
-            whole.kurtosis,
-            ~whole.is_flat,
-            whole.kurtosis_literature,
-            *_pair(tokens.kurtosis, first_BT & is_varied_BT),
-            *_pair(tokens.kurtosis, rest_BT & is_varied_BT),
-        )
-        sums = torch.stack([term.to(tokens.mean.dtype).sum() for term in terms])
+    def add(self, sums: Tensor, num_sequences: int) -> None:
+        """Take in what `sums_over_sequences` returned for this tensor, [11]."""
         self._sums = sums if self._sums is None else self._sums + sums
-        self.num_sequences += tokens.mean.shape[0]
+        self.num_sequences += num_sequences
 
     def add_massive(self, x_BTF: Tensor, tokens: TokenMoments, real_BT: Tensor | None) -> None:
-        """Look for massive activations in hidden states; after `add`."""
+        """Look for massive activations in hidden states, before `add` of the same pass."""
         count, found = massive_activations(x_BTF, tokens.peak.to(x_BTF.device), real_BT, top=_TOP)
         self.massive_count += count
-        start = self.num_sequences - x_BTF.shape[0]
-        moved = [item._replace(sequence=item.sequence + start) for item in found]
+        moved = [item._replace(sequence=item.sequence + self.num_sequences) for item in found]
         self.massive_top = sorted(self.massive_top + moved, key=lambda item: -abs(item.value))
         self.massive_top = self.massive_top[:_TOP]
 
@@ -115,6 +96,33 @@ class TensorSums:
             token_kurtosis_rest=_rest(rest_kurtosis, num_rest, has_rest=num_with_rest > 0),
             flat_share=1.0 - num_varied / number,
         )
+
+
+def sums_over_sequences(tokens: TokenMoments, real_BT: Tensor | None) -> Tensor:
+    """Return the terms of `TensorStatistics` summed over the sequences of a pass, [G, 11].
+
+    Args:
+        tokens: Of G tensors stacked, [G, B, T].
+        real_BT: Boolean, False for padding; None: no padding.
+    """
+    if real_BT is not None:
+        real_BT = real_BT.to(tokens.mean.device)
+    whole = sequence_moments(tokens, real_BT)
+    first_BT = first_token(real_BT, tokens.mean)
+    rest_BT = ~first_BT if real_BT is None else real_BT & ~first_BT
+    kurtosis_GBT, is_varied_GBT = tokens.kurtosis, tokens.second != 0.0
+    terms = (
+        whole.peak,
+        masked_max(tokens.peak, first_BT),
+        masked_max(tokens.peak, rest_BT),
+        rest_BT.any(dim=-1).expand_as(whole.peak),
+        whole.kurtosis,
+        ~whole.is_flat,
+        whole.kurtosis_literature,
+        *_pair(kurtosis_GBT, first_BT & is_varied_GBT),
+        *_pair(kurtosis_GBT, rest_BT & is_varied_GBT),
+    )
+    return torch.stack([term.to(tokens.mean.dtype).sum(dim=-1) for term in terms], dim=-1)
 
 
 def _pair(values_BT: Tensor, where_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from oasis_eval.diagnostics.moments import (
     FLAT_KURTOSIS,
+    TokenMoments,
     massive_activations,
     sequence_moments,
     token_moments,
 )
-from oasis_eval.diagnostics.tensor_sums import TensorStatistics, TensorSums
+from oasis_eval.diagnostics.tensor_sums import TensorStatistics, TensorSums, sums_over_sequences
 from tests.diagnostics.naive import kurtosis
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -22,7 +23,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def statistics(x_BTF: Tensor, real_BT: Tensor | None = None) -> TensorStatistics:
     sums = TensorSums()
-    sums.add(token_moments(x_BTF), real_BT)
+    moments = token_moments(x_BTF)
+    stacked = TokenMoments(*(column[None] for column in moments[:5]), moments.num_features)
+    sums.add(sums_over_sequences(stacked, real_BT)[0], len(x_BTF))
     return sums.result()
 
 

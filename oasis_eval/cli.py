@@ -83,6 +83,13 @@ def evaluate(
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Ask questions through the chat template.")
     ] = False,
+    diagnostics: Annotated[
+        bool,
+        typer.Option(
+            "--diagnostics",
+            help="Also measure outliers, attention sinks and depth routing on scored text.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print records, one JSON object a line, and no table.")
     ] = False,
@@ -115,6 +122,7 @@ def evaluate(
             "seed": seed,
             "max_new_tokens": max_new_tokens,
             "chat_template": chat_template,
+            "diagnostics": diagnostics,
         },
         origin="evaluate",
     )
@@ -234,13 +242,13 @@ def compare(
 def import_(
     results: Annotated[
         list[Path],
-        typer.Argument(metavar="RESULTS...", help="Files that lm-eval's --output_path made."),
+        typer.Argument(metavar="RESULTS...", help="lm-eval's --output_path, or files in it."),
     ],
     out: Annotated[Path, typer.Option(help="Folder of records.")] = DEFAULT_RECORDS,
 ) -> None:
     """Make records of lm-eval's result files, so that tables show its numbers beside ours.
 
-    Example: oasis-eval import lm-eval-out/my-llama/results_2026-01-31T12-00-00.json
+    Example: oasis-eval import lm-eval-out --out results/runs
     """
     from oasis_eval.harness.results import import_results
 

@@ -367,12 +367,12 @@ def test_other_files_are_refused(tmp_path: Path, content: str, words: str) -> No
 
 
 def test_a_record_of_ours_is_not_imported(tmp_path: Path) -> None:
-    """Nor is a missing file."""
+    """Nor is a missing file, or a folder without results."""
     path = tmp_path / "record.json"
     path.write_text(record(metrics={"token_perplexity": 3.0}).model_dump_json())
     for place in (path, tmp_path / "gone.json", tmp_path):
         with pytest.raises(RecordError):
-            read_results(place)
+            import_results(place, tmp_path / "runs")
 
 
 def _oasis_eval(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
@@ -426,7 +426,7 @@ def test_evaluate_harness_and_import_give_one_number(
     )
     (results,) = output.rglob("results_*.json")
     imported = tmp_path / "imported"
-    _oasis_eval(monkeypatch, "import", results, "--out", imported)
+    _oasis_eval(monkeypatch, "import", output, "--out", imported)
 
     (found,) = read_records([imported])
     by_scheme = {item.spec.scheme.name: item for item in read_records([runs])}

@@ -15,7 +15,13 @@ from typing import Literal, NamedTuple
 from oasis_eval.errors import RecordError
 from oasis_eval.harness.answers import FILTERS
 from oasis_eval.harness.protocols import Details, parse_protocol
-from oasis_eval.harness.results_file import ResultsFile, SampleCount, TaskConfig, read_file
+from oasis_eval.harness.results_file import (
+    ResultsFile,
+    SampleCount,
+    TaskConfig,
+    find_files,
+    read_file,
+)
 from oasis_eval.record import (
     SCHEMA_VERSION,
     Metric,
@@ -70,17 +76,17 @@ class Imported(NamedTuple):
 
 
 def import_results(path: Path, out: Path) -> list[Imported]:
-    """Write the records of a results file; a second import changes nothing.
+    """Write the records of results files; a second import changes nothing.
 
     Args:
-        path: What lm-eval wrote to its `--output_path`.
+        path: What lm-eval wrote to its `--output_path`, or that folder.
         out: Folder of records.
 
     Raises:
         RecordError: The file is not lm-eval's, or a record cannot be written.
     """
     imported = []
-    for record in read_results(path):
+    for record in (item for file in find_files(path) for item in read_results(file)):
         place = out / f"{record.key}.json"
         is_new = not place.exists() or place.read_bytes() != record_text(record).encode()
         if is_new:

@@ -96,6 +96,20 @@ class ResultsFile(_Loose):
     fewshot_as_multiturn: bool | None = None
 
 
+def find_files(path: Path) -> list[Path]:
+    """Return a file itself, or every results file below an `--output_path` folder, sorted.
+
+    Raises:
+        RecordError: The folder has none.
+    """
+    if not path.is_dir():
+        return [path]
+    found = sorted(path.rglob("results_*.json"))
+    if not found:
+        raise RecordError(f"{path}: no results_*.json below it; give lm-eval's --output_path")
+    return found
+
+
 def read_file(path: Path) -> ResultsFile:
     """Read a results file.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,15 @@ from typing import Any
 from oasis_eval import corpus
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.harness.answers import FILTERS
-from oasis_eval.harness.protocols import TASKS, Details, Protocol, parse_protocol
+from oasis_eval.harness.protocols import (
+    TASKS,
+    Details,
+    Protocol,
+    detokenizer,
+    parse_protocol,
+    plan,
+    texts_of,
+)
 from oasis_eval.paths import data_folder
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import DataInfo, Metric, ProtocolInfo
@@ -144,6 +152,36 @@ def evaluate(
     if protocol.kind == "gsm8k":
         return _question_outcome(result, task, protocol, batch_size)
     return _text_outcome(result, names[0], task, protocol, batch_size)
+
+
+def input_windows(prepared: PreparedModel, task: TaskRef, data: TaskData) -> list[list[int]]:
+    """Return the token ids of every forward pass that scoring a text task takes.
+
+    Args:
+        prepared: For its tokenizer and its number of positions.
+        task: A perplexity task.
+        data: Its texts, from `load_data`.
+
+    Raises:
+        DataError: The text is too short for the protocol, or the window too long for the model.
+    """
+    protocol, text = parse_protocol(task.protocol), data.corpora[0]
+    units = texts_of(protocol, text)
+    limit: int | None = task.limit
+    detokenize: Callable[[str], str] = str
+    if protocol.per_document:  # a limit counts documents there
+        units, limit, detokenize = units[: task.limit], None, detokenizer(text.name)
+    plans = [
+        plan(
+            protocol,
+            [detokenize(item) for item in unit],
+            prepared.tokenizer,
+            context_length=prepared.context_length,
+            limit=limit,
+        )
+        for unit in units
+    ]
+    return [window.input_ids for item in plans for window in item.windows]
 
 
 @contextmanager

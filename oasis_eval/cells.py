@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
 from oasis_eval.errors import OasisError
 from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.harness.run import TaskData
@@ -39,7 +40,7 @@ class Cell:
     @property
     def identity(self) -> str:
         """Key of the cell as far as it is known without its texts, wherever they were sought."""
-        spec = self.spec.model_dump(mode="json", exclude={"task": {"data"}})
+        spec = self.spec.model_dump(mode="json", exclude={"task": {"data"}, **self._unasked})
         return content_hash(["identity", self.card.name, spec])
 
     @property
@@ -59,8 +60,14 @@ class Cell:
                 "numbers": NUMBERS_VERSION,
                 "spec": self.spec.model_dump(
                     mode="json",
-                    exclude={"model": True, "task": {"data"}, "scheme": {"description"}},
+                    exclude={
+                        "model": True,
+                        "task": {"data"},
+                        "scheme": {"description"},
+                        **self._unasked,
+                    },
                 ),
+                **({"diagnostics": DIAGNOSTICS_VERSION} if self.spec.diagnostics else {}),
                 "card": self.card.model_dump(mode="json", exclude={"name", "source"}),
                 "checkpoint": self.digest,
                 "data": [info.sha256 for info in self.data.infos],
@@ -69,6 +76,11 @@ class Cell:
                 "versions": versions(),
             }
         )
+
+    @property
+    def _unasked(self) -> dict[str, bool]:
+        """Settings that have no part in a key where they are not used."""
+        return {} if self.spec.diagnostics else {"diagnostics": True}
 
     def unsupported_record(self) -> RunRecord:
         """Return the record of a cell that its backend refused before anything loaded."""

@@ -31,10 +31,11 @@ from oasis_eval.harness import run as harness
 from oasis_eval.harness.protocols import TASKS, Protocol, parse_protocol, with_window
 from oasis_eval.quant import schemes
 from oasis_eval.quant.backends import backend_for
-from oasis_eval.record import RunRecord, read_record, write_record, write_samples
+from oasis_eval.record import ProtocolInfo, RunRecord, read_record, write_record, write_samples
 from oasis_eval.spec import Dtype, EvaluationSpec, ModelCard, QuantScheme, RunSpec, TaskRef
 
 if TYPE_CHECKING:
+    from oasis_eval.diagnostics.measure import Diagnostics
     from oasis_eval.loading import Reference
     from oasis_eval.prepared import PreparedModel
 
@@ -83,6 +84,11 @@ def evaluate(
     cards = [registry.resolve(name) for name in spec.models]
     chosen = [schemes.resolve(name) for name in spec.schemes]
     tasks = task_refs(spec)
+    if spec.diagnostics and all(is_question(task) for task in tasks):
+        raise SpecError(
+            "diagnostics are measured on the windows of perplexity tasks; found only "
+            f"{', '.join(spec.tasks)}: add one, for example wikitext2"
+        )
     _check_data_keys(spec)
     _check_folder(out)
     data = [_read_data(task, spec.data.get("gsm8k:train")) for task in tasks]
@@ -123,15 +129,20 @@ def task_refs(spec: EvaluationSpec) -> list[TaskRef]:
 
 
 def _task_ref(spec: EvaluationSpec, task: str, protocol: Protocol) -> TaskRef:
-    is_question = protocol.kind == "gsm8k"
+    asks = protocol.kind == "gsm8k"
     return TaskRef(
         name=task,
         protocol=protocol.name,
         data=spec.data.get(task),
         limit=spec.limit,
-        max_new_tokens=spec.max_new_tokens if is_question else 256,
-        chat_template=spec.chat_template and is_question,
+        max_new_tokens=spec.max_new_tokens if asks else 256,
+        chat_template=spec.chat_template and asks,
     )
+
+
+def is_question(task: TaskRef) -> bool:
+    """Tell whether a task asks questions; the others score text, and have windows to diagnose."""
+    return parse_protocol(task.protocol).kind == "gsm8k"
 
 
 def _check_data_keys(spec: EvaluationSpec) -> None:
@@ -185,6 +196,7 @@ class _Run:
             seed=spec.seed,
             batch_size=spec.batch_size,
             device=spec.device,
+            diagnostics=spec.diagnostics and not is_question(task),
         )
         cell = Cell(run, card, None if isinstance(data, OasisError) else data)
         if isinstance(data, OasisError):
@@ -302,6 +314,7 @@ class _Run:
             outcome = harness.evaluate(
                 prepared, run.task, cell.data, batch_size=run.batch_size, quiet=self.quiet
             )
+            found = _diagnose(prepared, cell) if run.diagnostics else None
         except Exception as error:  # noqa: BLE001 - one bad cell must not end the grid
             return cell.failed_record(error), []
         warnings = [*prepared.warnings, *outcome.warnings]
@@ -310,14 +323,21 @@ class _Run:
             warnings.append("calibration and evaluation read the same text")
         if cell.calibration is not None:
             data = (*data, cell.calibration)
+        metrics = outcome.metrics
+        protocols: tuple[ProtocolInfo, ...] = (outcome.protocol,)
+        if found is not None:
+            metrics += found.as_metrics(run.task.name)
+            protocols += (found.protocol,)
+            warnings += found.warnings
         record = RunRecord(
             key=cell.key,
             spec=run,
             card=cell.card,
             status="ok",
-            metrics=outcome.metrics,
+            metrics=metrics,
+            layers=found.layers if found is not None else (),
             coverage=prepared.coverage,
-            protocols=(outcome.protocol,),
+            protocols=protocols,
             data=data,
             warnings=tuple(warnings),
             provenance=provenance(prepared, started=started, seconds=time.perf_counter() - clock),
@@ -333,6 +353,15 @@ class _Run:
             # An earlier failure of the same cell to read its texts is answered now.
             (self.out / f"{cell.identity}.json").unlink(missing_ok=True)
         self._keep(record)
+
+
+def _diagnose(prepared: PreparedModel, cell: Cell) -> Diagnostics:
+    """Measure on the very windows that were scored."""
+    from oasis_eval.diagnostics.measure import measure
+
+    assert cell.data is not None
+    windows = harness.input_windows(prepared, cell.spec.task, cell.data)
+    return measure(prepared, windows, batch_size=cell.spec.batch_size)
 
 
 def _by_scheme(cells: list[Cell]) -> list[list[Cell]]:

@@ -262,6 +262,8 @@ class RunSpec(Spec):
     seed: int = 0
     batch_size: int = Field(default=1, ge=1)
     device: str = "cpu"
+    diagnostics: bool = False
+    """Whether outliers, attention and depth routing are measured on the scored windows too."""
 
 
 class ImportedRun(Spec):
@@ -307,6 +309,9 @@ class EvaluationSpec(Spec):
     dtype: Dtype | None = None
     """None: fp32 on the CPU, bf16 on an accelerator."""
     seed: int = 0
+    diagnostics: bool = False
+    """Whether outliers, attention and depth routing are measured on the windows of every
+    perplexity task, in a second pass."""
 
 
 # --- tables -----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ OPTIONS = {
         "--seed",
         "--max-new-tokens",
         "--chat-template",
+        "--diagnostics",
         "--json",
         "--quiet",
     ],

@@ -19,7 +19,7 @@ from oasis_eval.diagnostics.observation import Observation, observe
 from oasis_eval.diagnostics.tensor_sums import TensorStatistics
 from oasis_eval.errors import DataError
 from oasis_eval.prepared import PreparedModel
-from oasis_eval.record import LayerStat, ProtocolInfo
+from oasis_eval.record import LayerStat, Metric, ProtocolInfo
 from oasis_eval.spec import content_hash
 
 VERSION = 1
@@ -62,6 +62,19 @@ class Diagnostics:
                 "sink_threshold": SINK_THRESHOLD,
                 "gap_queries": GAP_QUERIES,
             },
+        )
+
+    def as_metrics(self, task: str) -> tuple[Metric, ...]:
+        """Return the model-level numbers as a record of `task` holds them, sorted by name."""
+        return tuple(
+            Metric(
+                task=task,
+                name=name,
+                value=value,
+                count=self.num_windows,
+                protocol=self.protocol.name,
+            )
+            for name, value in sorted(self.metrics.items())
         )
 
 

@@ -44,6 +44,18 @@ class MetricStyle:
         return {"lower": "↓", "higher": "↑", None: ""}[self.better]
 
 
+_OUTLIERS: tuple[tuple[str, str, Literal["lower"] | None], ...] = (
+    ("max_inf_norm", "Max. infinity norm", "lower"),
+    ("max_inf_norm_first", "Max. infinity norm of token 0", "lower"),
+    ("max_inf_norm_rest", "Max. infinity norm but token 0", "lower"),
+    ("avg_kurtosis", "Avg. kurtosis", "lower"),
+    ("avg_kurtosis_literature", "Avg. kurtosis (s^4 + 1e-6)", "lower"),
+    ("token_kurtosis_first", "Kurtosis of token 0", "lower"),
+    ("token_kurtosis_rest", "Kurtosis of other tokens", "lower"),
+    ("num_flat", "Constant tensors", None),
+)
+"""Measured on two sets of tensors each."""
+
 _STYLES = {
     "token_perplexity": MetricStyle("Perplexity", "lower", 2),
     "word_perplexity": MetricStyle("Word perplexity", "lower", 2),
@@ -62,6 +74,52 @@ _STYLES = {
     "exact_match": MetricStyle("Exact match (%)", "higher", 1, percent=True),
     "max_inf_norm": MetricStyle("Max. infinity norm", "lower", 2),
     "avg_kurtosis": MetricStyle("Avg. kurtosis", "lower", 2),
+    **{
+        f"{name}_{tensors}": MetricStyle(f"{header}, {label}", better, 2)
+        for tensors, label in (("outputs", "outputs"), ("linear_inputs", "Linear inputs"))
+        for name, header, better in _OUTLIERS
+    },
+    "massive_per_window": MetricStyle("Massive activations a window", "lower", 2),
+    "sink_mass": MetricStyle("First-token mass (%)", "lower", 1, percent=True),
+    "sink_mass_renormalised": MetricStyle(
+        "First-token mass, renormalised (%)", "lower", 1, percent=True
+    ),
+    "sink_rate": MetricStyle("Sink rate (%)", "lower", 1, percent=True),
+    "sink_rate_64": MetricStyle("Sink rate, 64 tokens (%)", "lower", 1, percent=True),
+    "sink_rate_renormalised": MetricStyle("Sink rate, renormalised (%)", "lower", 1, percent=True),
+    "sink_rate_renormalised_64": MetricStyle(
+        "Sink rate, renormalised, 64 tokens (%)", "lower", 1, percent=True
+    ),
+    "sink_query_share": MetricStyle("Queries that see token 0 (%)", None, 1, percent=True),
+    "null_mass": MetricStyle("Null mass (%)", None, 1, percent=True),
+    "over_null_rate": MetricStyle("Over-null rate (%)", None, 1, percent=True),
+    "max_logit": MetricStyle("Max. attention logit", None, 2),
+    "logit_gap": MetricStyle("Attention logit gap", None, 2),
+    "mean_distance": MetricStyle("Attention distance (tokens)", None, 1),
+    "near_mass": MetricStyle("Mass within 16 tokens (%)", None, 1, percent=True),
+    "depth_entropy": MetricStyle("Depth entropy / log S", None, 3),
+    "depth_effective_branches": MetricStyle("Effective branches", None, 2),
+    "depth_participation": MetricStyle("Depth participation", None, 2),
+    "depth_collapse_rate": MetricStyle("Depth collapse (%)", "lower", 1, percent=True),
+    "depth_collapse_rate_raw": MetricStyle("Depth collapse, raw (%)", "lower", 1, percent=True),
+    "depth_null_mass": MetricStyle("Depth null mass (%)", None, 1, percent=True),
+    "depth_smallest_update_dominates": MetricStyle(
+        "Smallest update dominates (%)", None, 1, percent=True
+    ),
+    "depth_max_logit": MetricStyle("Max. depth logit", None, 2),
+    "depth_logit_gap": MetricStyle("Depth logit gap", None, 2),
+    "depth_weight_update_correlation": MetricStyle("r(depth weight, update norm)", None, 3),
+    "depth_weight_psi_correlation": MetricStyle("r(depth weight, psi)", None, 3),
+    "depth_beta": MetricStyle("Coupling beta", None, 3),
+    **{
+        f"depth_{name}{suffix}": MetricStyle(f"{header}{note} (%)", None, 1, percent=True)
+        for name, header in (
+            ("dominant_share", "Dominant source"),
+            ("embedding_share", "Embedding's share"),
+            ("newest_share", "Newest source's share"),
+        )
+        for suffix, note in (("", ""), ("_raw", ", raw"))
+    },
 }
 KNOWN_METRICS = frozenset(_STYLES)
 

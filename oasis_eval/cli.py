@@ -196,7 +196,8 @@ def table(
         settings = settings.model_copy(
             update={"where": {**settings.where, **_filters(where, "--where")}}
         )
-    built = build_table(list(read_records(records)), settings)
+    folders = [path if path.is_dir() else path.parent for path in records]
+    built = build_table(list(read_records(records)), settings, folders=folders)
     _write(render(built, format=format, width=_width(out)), out)  # type: ignore[arg-type]  # checked above
 
 

@@ -354,6 +354,13 @@ class TableSpec(Spec):
     """What follows a value after `±`: nothing; the standard deviation over seeds; and for a single
     run its standard error too, where that is known."""
 
+    best: Literal["none", "significant"] = "none"
+    """Whether the best of each column is bold: only if a paired test tells it from the next, else
+    those that are not told apart share the bold. Needs the samples beside the records."""
+    change_interval: bool = False
+    """Whether relative changes of perplexities have their paired interval, where there are samples
+    of both."""
+
     @model_validator(mode="after")
     def _dimensions_once(self) -> Self:
         used = self.rows + self.columns

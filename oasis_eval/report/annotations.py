@@ -72,6 +72,7 @@ def annotate(grid: Grid, *, spec: TableSpec, observations: Sequence[Observation]
 
     columns, rows = headers(1), headers(0)
     general, means_differ = _spread_notes(grid)
+    general += grid.notes
     cells = []
     for row, line in zip(grid.rows, grid.cells, strict=True):
         marked = []

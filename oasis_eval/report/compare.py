@@ -110,7 +110,7 @@ def compare(
     pairing = pair_cells(
         read_side(first, where_first, name="A"), read_side(second, where_second, name="B")
     )
-    found = [item for pair in pairing.pairs for item in _differences(pair)]
+    found = [item for pair in pairing.pairs for item in differences_of(pair)]
     tested = [item.p_value for item in found if item.p_value is not None]
     adjusted = iter(statistics.holm(tested) if tested else [])
     return Comparison(
@@ -122,8 +122,12 @@ def compare(
     )
 
 
-def _differences(pair: Pair) -> list[Difference]:
-    """Return the differences of one pair, one a metric."""
+def differences_of(pair: Pair) -> list[Difference]:
+    """Return the differences of one pair, one a metric; p-values are not adjusted.
+
+    Raises:
+        RecordError: They were not measured alike, or their samples are missing or do not line up.
+    """
     if any(cell.record.status != "ok" for cell in pair):
         return [_without_numbers(pair)]
     metrics = _common_metrics(pair)

@@ -61,6 +61,11 @@ class Cell:
     """In the metric's own unit; a change is in percent."""
     spread: float | None = None
     spread_kind: Literal["std", "stderr"] | None = None
+    low: float | None = None
+    """Lower end of a change's interval."""
+    high: float | None = None
+    best: bool = False
+    """Whether it is the best of its column, alone or tied."""
     num_seeds: int = 1
     text: str | None = None
     """What is printed where that is not the value, for example an interval."""
@@ -82,6 +87,8 @@ class Grid:
     """The observations behind each value cell, by row and column; one a seed."""
     baseline: str | None
     """What relative changes refer to."""
+    notes: tuple[str, ...] = ()
+    """What was decided about the cells."""
 
 
 @dataclass(frozen=True, slots=True)

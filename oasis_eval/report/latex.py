@@ -56,7 +56,7 @@ _ESCAPES = str.maketrans(
 )
 _LIGATURES = re.compile(r"([-`',!?])(?=[-`',])")
 """Pairs that TeX fonts join into another sign, such as two hyphens into a dash."""
-_NUMBER = re.compile(r"([+-]?)([0-9]+(?:\.[0-9]+)?)(?:e([+-]?[0-9]+))?")
+_NUMBER = re.compile(r"(\(?)([+-]?)([0-9]+(?:\.[0-9]+)?)(?:e([+-]?[0-9]+))?(\)?)")
 
 
 _TEXT_WIDTH_POINTS = 345.0
@@ -155,17 +155,19 @@ def _label(label: Label, *, indent: bool = False) -> str:
 
 
 def _number_text(cell: Cell) -> str:
-    """Set what a cell prints, its numbers in math."""
-    return " ".join(map(_word, cell_text(cell).split(" ")))
+    """Set what a cell prints, its numbers in math; the best in bold."""
+    text = " ".join(map(_word, cell_text(cell).split(" ")))
+    return rf"\textbf{{\boldmath {text}}}" if cell.best else text
 
 
 def _word(word: str) -> str:
     match = _NUMBER.fullmatch(word)
     if match is None:
         return escape(word)
-    sign, digits, exponent = match.groups()
+    before, sign, digits, exponent, after = match.groups()
     power = "" if exponent is None else rf"\times10^{{{exponent}}}"
-    return f"${sign}{digits}{power}$" if sign or power else digits
+    number = f"${sign}{digits}{power}$" if sign or power else digits
+    return f"{before}{number}{after}"
 
 
 def _marks(marks: Sequence[str]) -> str:

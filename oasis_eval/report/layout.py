@@ -12,6 +12,9 @@ from typing import NamedTuple
 from oasis_eval.report.grid import Cell, Label, Line, Table
 from oasis_eval.report.numbers import FLOOR, MARKS, format_change, format_value
 
+BEST = "*"
+"""Stands before the best of a column where nothing can be bold."""
+
 
 class Span(NamedTuple):
     """One header and the columns it stands over: `start` up to, but without, `stop`."""
@@ -28,7 +31,10 @@ def cell_text(cell: Cell) -> str:
     if cell.status != "ok" or cell.value is None:
         return MARKS[cell.status]
     if cell.kind == "change":
-        return format_change(cell.value)
+        text = format_change(cell.value)
+        if cell.low is None or cell.high is None:
+            return text
+        return f"{text} ({format_change(cell.low)} to {format_change(cell.high)})"
     text = format_value(cell.value, cell.metric)
     if cell.spread is not None:
         text = f"{text} ± {format_value(cell.spread, cell.metric)}"

@@ -105,12 +105,19 @@ def _row_values(dimension: str, label: Label) -> list[str]:
 def _extras(cells: Sequence[Cell]) -> list[str]:
     kinds = {cell.spread_kind for cell in cells if cell.spread_kind is not None}
     seeds = ["seeds"] if any(cell.num_seeds > 1 for cell in cells) else []
-    return [*sorted(kinds), *seeds]
+    interval = ["low", "high"] if any(cell.low is not None for cell in cells) else []
+    best = ["best"] if any(cell.best for cell in cells) else []
+    return [*sorted(kinds), *interval, *best, *seeds]
 
 
 def _extra(cell: Cell, name: str) -> str:
     if name == "seeds":
         return str(cell.num_seeds) if cell.status == "ok" and cell.kind == "value" else ""
+    if name == "best":
+        return "best" if cell.best else ""
+    if name in ("low", "high"):
+        end = cell.low if name == "low" else cell.high
+        return "" if end is None else full(end)
     return repr(cell.spread) if cell.spread_kind == name else ""
 
 
@@ -154,7 +161,7 @@ def _markdown(table: Table) -> str:
     rows = [
         [
             *map(_markdown_label, line.labels),
-            *(cell_text(cell) + _markdown_marks(cell.marks) for cell in cells),
+            *(_markdown_cell(cell) + _markdown_marks(cell.marks) for cell in cells),
         ]
         for line, cells in zip(table.rows, table.cells, strict=True)
     ]
@@ -167,6 +174,10 @@ def _markdown(table: Table) -> str:
     ]
     notes += [f"- {escape_markdown(note)}" for note in table.notes]
     return "\n".join(lines + ([""] if notes else []) + notes) + "\n"
+
+
+def _markdown_cell(cell: Cell) -> str:
+    return f"**{cell_text(cell)}**" if cell.best else cell_text(cell)
 
 
 def _markdown_label(label: Label) -> str:

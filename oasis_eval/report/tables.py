@@ -55,7 +55,9 @@ def load_spec(name_or_path: str | Path) -> TableSpec:
     return parse(TableSpec, value, origin=str(path))
 
 
-def build_table(records: Sequence[RunRecord], spec: TableSpec) -> Table:
+def build_table(
+    records: Sequence[RunRecord], spec: TableSpec, *, folders: Sequence[Path] = ()
+) -> Table:
     """Place records in a table.
 
     The result depends on the content of the records only, not on their order.
@@ -63,6 +65,7 @@ def build_table(records: Sequence[RunRecord], spec: TableSpec) -> Table:
     Args:
         records: Results of any models, schemes, tasks and seeds.
         spec: Rows, columns and decorations.
+        folders: Where the samples of the records may lie, for `best` and `change_interval`.
 
     Raises:
         RecordError: There are no records, or they cannot stand in one table; the message names
@@ -83,6 +86,14 @@ def build_table(records: Sequence[RunRecord], spec: TableSpec) -> Table:
     grid = _grid(selected, spec, baseline)
     if baseline is not None:
         grid = _with_changes(grid, spec, baseline)
+    if baseline is not None and spec.change_interval:
+        from oasis_eval.report.significance import add_intervals
+
+        grid = add_intervals(grid, baseline.dimension, folders)
+    if spec.best == "significant":
+        from oasis_eval.report.significance import mark_best
+
+        grid = mark_best(grid, folders)
     return annotate(grid, spec=spec, observations=_in_order(kept, spec))
 
 

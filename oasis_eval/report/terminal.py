@@ -14,6 +14,7 @@ from rich.cells import cell_len
 
 from oasis_eval.report.grid import Label, Table
 from oasis_eval.report.layout import (
+    BEST,
     Span,
     cell_text,
     dimension_header,
@@ -85,8 +86,10 @@ def _body(table: Table) -> list[list[str]]:
     """Return innermost headers and cells, letters in a stretch of their own in each column."""
     columns = []
     for index, span in enumerate(header_spans(table)[-1]):
-        texts = [plain(label_text(span.label)), *(cell_text(row[index]) for row in table.cells)]
-        marks = [span.label.marks, *(row[index].marks for row in table.cells)]
+        cells = [row[index] for row in table.cells]
+        best = [f"{BEST}{cell_text(cell)}" if cell.best else cell_text(cell) for cell in cells]
+        texts = [plain(label_text(span.label)), *best]
+        marks = [span.label.marks, *(cell.marks for cell in cells)]
         letters = [_marks(mark) for mark in marks]
         room = _column_width(letters)
         columns.append(

@@ -6,7 +6,7 @@ The printed forms go through the renderers of tables; CSV has each number in a c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Literal, get_args
 
 from oasis_eval.report import footnotes as texts
@@ -27,6 +27,11 @@ COMPARISON_FORMATS: tuple[str, ...] = get_args(ComparisonFormat)
 
 _SIDES: tuple[Dimension, ...] = ("model", "scheme", "seed")
 _NOTHING = "–"
+_CHANGE_INTERVAL = f"{LEVEL:.0%} interval (%)"
+_UNADJUSTED = "p"
+_FLIPS = "Flips"
+_NOT_ON_PAPER = frozenset({_CHANGE_INTERVAL, _UNADJUSTED})
+"""Columns for which a page has no room; they follow from others, and CSV has them."""
 _SMALLEST_P = 1e-4
 _NUMBERS: dict[str, Callable[[Difference], float | int | None]] = {
     "count": lambda item: item.count,
@@ -62,11 +67,17 @@ def render_comparison(
     """
     if format == "csv":
         return csv_text(_csv_rows(_in_order(comparison.differences)))
-    return render(comparison_table(comparison), format=format, width=width)
+    left_out = _NOT_ON_PAPER if format == "latex" else frozenset()
+    return render(comparison_table(comparison, left_out=left_out), format=format, width=width)
 
 
-def comparison_table(comparison: Comparison) -> Table:
-    """Lay a comparison out; what all pairs share stands below the table instead of in it."""
+def comparison_table(comparison: Comparison, *, left_out: Collection[str] = ()) -> Table:
+    """Lay a comparison out; what all pairs share stands below the table instead of in it.
+
+    Args:
+        comparison: What was compared.
+        left_out: Headers of columns to leave out; a column without any entry has no place anyway.
+    """
     differences = _in_order(comparison.differences)
     both = [side for item in differences for side in (item.first, item.second)]
     labels = model_labels(both)
@@ -88,7 +99,11 @@ def comparison_table(comparison: Comparison) -> Table:
         headers.append(Label(item.metric, style.header, style.arrow, marks))
         rows.append(Line(tuple(headers), "value"))
     cells = [_cells(item, footnotes) for item in differences]
-    names = [name for name in cells[0] if any(row[name].text != _NOTHING for row in cells)]
+    names = [
+        name
+        for name in cells[0]
+        if name not in left_out and any(row[name].text != _NOTHING for row in cells)
+    ]
     columns = tuple(Line((Label(name, name),), "value") for name in names)
     notes = [
         *(_side_note(differences, name, index, labels) for index, name in enumerate("AB")),
@@ -195,12 +210,13 @@ def _cells(item: Difference, footnotes: Footnotes) -> dict[str, Cell]:
         ),
         f"{LEVEL:.0%} interval": _text(around),
         "Δ (%)": _text(None if change is None else format_change(change.percent)),
-        f"{LEVEL:.0%} interval (%)": _text(around_change),
-        "p": _text(_p(item.p_value)),
+        _CHANGE_INTERVAL: _text(around_change),
+        _UNADJUSTED: _text(_p(item.p_value)),
         "p (Holm)": _text(_p(item.adjusted)),
         "Detectable": _text(least),
-        "Only A right": _text(None if item.only_first is None else str(item.only_first)),
-        "Only B right": _text(None if item.only_second is None else str(item.only_second)),
+        _FLIPS: _text(
+            None if item.only_first is None else f"{item.only_first} : {item.only_second}"
+        ),
     }
 
 
@@ -242,6 +258,7 @@ def _method_note(differences: Sequence[Difference]) -> str:
         )
     if shares:
         parts.append("of shares in points, interval of Agresti and Min, p of McNemar's exact test")
+        parts.append("flips: questions that only A and that only B answers right")
     if tests:
         parts.append(f"p (Holm): adjusted over the {len(tests)} tests of this table")
         parts.append("detectable: smallest difference found with a power of 80 %")

@@ -168,6 +168,7 @@ def test_latex_compiles_with_booktabs_alone(tmp_path: Path) -> None:
         render(build_table(gallery(), load_spec(name)), format="latex")
         for name in ("results", "perplexity", "schemes", "gsm8k")
     ]
+    tables.append((Path(__file__).parent / "golden" / "comparison.tex").read_text(encoding="utf-8"))
     source = "\n".join(
         [
             r"\documentclass{article}",

@@ -13,9 +13,9 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 
 from oasis_eval.errors import RecordError
 from oasis_eval.spec import Granularity, ImportedRun, ModelCard, RunSpec, explain
@@ -132,12 +132,22 @@ class Provenance(Outcome):
     num_threads: int | None
 
 
+def _kind_of_run(value: object) -> str:
+    """Tell which type a record's `spec` is, so that an error is about that one alone."""
+    if isinstance(value, dict):
+        return "import" if "importer" in value else "run"
+    return "import" if isinstance(value, ImportedRun) else "run"
+
+
 class RunRecord(Outcome):
     """The result of one cell."""
 
     schema_version: int = SCHEMA_VERSION
     key: str
-    spec: RunSpec | ImportedRun
+    spec: Annotated[
+        Annotated[RunSpec, Tag("run")] | Annotated[ImportedRun, Tag("import")],
+        Discriminator(_kind_of_run),
+    ]
     card: ModelCard
     status: Status
     reason: str | None = None

@@ -375,6 +375,17 @@ def test_a_record_of_ours_is_not_imported(tmp_path: Path) -> None:
             import_results(place, tmp_path / "runs")
 
 
+def test_a_damaged_record_is_explained_as_what_it_is(tmp_path: Path) -> None:
+    """An error in a run's settings says nothing of imported runs."""
+    value = json.loads(record(metrics={"token_perplexity": 3.0}).model_dump_json())
+    value["spec"]["batch_size"] = 0
+    path = tmp_path / "record.json"
+    path.write_text(json.dumps(value))
+
+    with pytest.raises(RecordError, match=r"batch_size.* found 0$"):
+        read_record(path)
+
+
 def _oasis_eval(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     monkeypatch.setattr(sys, "argv", ["oasis-eval", *map(str, words)])
     status: object = 0

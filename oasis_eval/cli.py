@@ -385,6 +385,56 @@ def convert(
 
 
 @app.command()
+def diagnose(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="Anything that `evaluate` takes as MODEL.")
+    ],
+    scheme: Annotated[str, typer.Option(help="One scheme (`oasis-eval schemes`).")] = "fp32",
+    text: Annotated[
+        Path | None, typer.Option(help="Text to measure on; default: prose that ships with us.")
+    ] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Tokens of a window; default: 512 or the model's positions.")
+    ] = None,
+    limit: Annotated[int, typer.Option(help="First N windows.")] = 4,
+    batch_size: Annotated[int, typer.Option(help="Sequences of one forward pass.")] = 1,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.")] = "cpu",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16; default: fp32 on the CPU, bf16 elsewhere."),
+    ] = None,
+) -> None:
+    """Say on one screen where a model's outliers are, whether it sinks, whether depth collapses.
+
+    The same numbers for every layer, in records: oasis-eval evaluate MODEL --diagnostics
+
+    Example: oasis-eval diagnose ./my-llama --scheme w4a4 --limit 2
+    """
+    from oasis_eval.diagnose import Plan
+    from oasis_eval.diagnose import diagnose as look
+
+    for name, value, least in (
+        ("--window", window, 2),
+        ("--limit", limit, 1),
+        ("--batch-size", batch_size, 1),
+    ):
+        if value is not None and value < least:
+            raise SpecError(f"{name} {value}: expected {least} or more")
+    plan = Plan(
+        model=model,
+        scheme=scheme,
+        text=text,
+        window=window,
+        num_windows=limit,
+        batch_size=batch_size,
+        device=device,
+        dtype=_dtype(dtype),
+    )
+    for line in look(plan):
+        print(line)  # noqa: T201 - the command's output
+
+
+@app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of records and tables.")] = Path("demo-output"),
 ) -> None:

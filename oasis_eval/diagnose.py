@@ -1,0 +1,65 @@
+"""A first look at why a checkpoint breaks or holds: one pass over a short text, one screen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from oasis_eval import corpus
+from oasis_eval.diagnostics.measure import measure
+from oasis_eval.diagnostics.verdict import verdict
+from oasis_eval.errors import DataError
+from oasis_eval.loading import load, prepare
+from oasis_eval.quant import schemes
+from oasis_eval.registry import resolve
+from oasis_eval.spec import Dtype
+
+_WINDOW = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to look at."""
+
+    model: str
+    """What `evaluate` takes."""
+    scheme: str
+    text: Path | None
+    """None: the prose that ships with the suite."""
+    window: int | None
+    """Tokens of a window; None: 512, or as many as the model has positions."""
+    num_windows: int
+    batch_size: int
+    device: str
+    dtype: Dtype | None
+    """None: fp32 on the CPU, bf16 elsewhere."""
+
+
+def diagnose(plan: Plan) -> list[str]:
+    """Measure a model under one scheme and return the lines of its verdict.
+
+    Raises:
+        OasisError: The model or text cannot be had, or the scheme does not fit.
+    """
+    card, scheme = resolve(plan.model), schemes.resolve(plan.scheme)
+    text = corpus.builtin() if plan.text is None else corpus.load_text_file(plan.text)
+    dtype: Dtype = plan.dtype or ("fp32" if plan.device == "cpu" else "bf16")
+    reference = load(card, dtype=scheme.dtype or dtype, device=plan.device)
+    window = plan.window or min(_WINDOW, reference.context_length or _WINDOW)
+    ids = corpus.encode(reference.tokenizer, text.stream(), special_tokens=True)
+    starts = range(0, len(ids) - window + 1, window)[: plan.num_windows]
+    if not starts:
+        raise DataError(
+            f"{text.name} has {len(ids)} tokens, a window {window}; give a longer --text or a "
+            "smaller --window"
+        )
+    windows = [ids[start : start + window] for start in starts]
+    with prepare(reference, scheme, dtype=dtype, last=True) as prepared:
+        found = measure(prepared, windows, batch_size=plan.batch_size)
+    return [
+        f"{card.label}, {scheme.name}, {prepared.dtype}: {len(windows)} windows of {window} tokens "
+        f"of {text.name}",
+        "",
+        *verdict(found),
+        *(f"warning: {text}" for text in found.warnings),
+    ]

@@ -1,0 +1,99 @@
+"""The one-screen verdict names what was planted, and nothing that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from oasis_eval.diagnose import Plan, diagnose
+from oasis_eval.diagnostics.measure import Diagnostics, summarize
+from oasis_eval.diagnostics.observation import observe
+from oasis_eval.diagnostics.verdict import verdict
+from oasis_eval.errors import DataError
+from oasis_eval.modeling.routing import DepthRouter
+from tests import tiny
+from tests.modeling.tiny import CASES, new_model, settings_of, shared_model, tiny_config, tokens
+
+
+def look(model: torch.nn.Module, ids: torch.Tensor) -> Diagnostics:
+    with observe(model) as observation:
+        observation.run(ids)
+    return summarize(observation)
+
+
+def plan(model: Path, **changes: object) -> Plan:
+    settings: dict[str, object] = {
+        "model": str(model),
+        "scheme": "fp32",
+        "text": None,
+        "window": None,
+        "num_windows": 2,
+        "batch_size": 1,
+        "device": "cpu",
+        "dtype": None,
+    }
+    return Plan(**(settings | changes))  # type: ignore[arg-type]  # a test's settings
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_variant_fits_one_screen(case: str) -> None:
+    """At most 24 lines of at most 120 characters, for every variant."""
+    lines = verdict(look(shared_model("llama", case), tokens(2, 40)))
+
+    assert len(lines) <= 24
+    assert max(len(line) for line in lines) <= 120
+    assert ("Depth: no routing over depth" in lines) == case.startswith("residual-")
+
+
+def test_a_quiet_model() -> None:
+    """A random model has no massive activations, no sink and no depth."""
+    lines = verdict(look(tiny.build_model(), tokens(2, 60)))
+
+    assert lines[0] == "Outliers: no massive activations, light tails"
+    assert "Attention: no sink" in lines
+    assert lines[-1] == "Depth: no routing over depth"
+
+
+def test_planted_outliers_are_located() -> None:
+    """The layer, token and feature of the largest value are named."""
+    model = tiny.build_model(initializer_range=0.02)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[7, 5] = -4000.0
+    ids = tokens(1, 20, seed=3)
+    ids[0, 4] = 7
+    lines = verdict(look(model, ids))
+
+    assert lines[0] == "Outliers: massive activations"
+    assert any("-4000" in line and "token 4, feature 5" in line for line in lines)
+
+
+def test_a_collapsed_depth() -> None:
+    """Routers that always take one source are counted."""
+    model = new_model(tiny_config("llama", settings_of("oasis_repo")))
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, DepthRouter) and module.recency_bias is not None:
+                module.recency_bias.fill_(40.0)
+                module.k_proj.weight.zero_()
+
+    assert "Depth: 6 of 6 routers collapse" in verdict(look(model, tokens(2, 17)))
+
+
+def test_diagnose_a_checkpoint(tmp_path: Path) -> None:
+    """A folder under a scheme, on the text that ships with the suite."""
+    folder = tiny.save(tmp_path / "tiny")
+    lines = diagnose(plan(folder, scheme="w4a4"))
+
+    assert "w4a4, fp32: 2 windows of 128 tokens of builtin" in lines[0]
+    assert any(line.startswith("Outliers: ") for line in lines)
+
+
+def test_a_short_text_is_refused(tmp_path: Path) -> None:
+    """One line says how many tokens there are and how many a window needs."""
+    folder = tiny.save(tmp_path / "tiny")
+    text = tmp_path / "short.txt"
+    text.write_text("too short")
+    with pytest.raises(DataError, match="9 tokens, a window 64"):
+        diagnose(plan(folder, text=text, window=64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -76,6 +76,11 @@ class Cell:
                 "versions": versions(),
             }
         )
+
+    def key_with(self, *, diagnostics: bool) -> str:
+        """Return the key that the cell has with or without diagnostics."""
+        spec = self.spec.model_copy(update={"diagnostics": diagnostics})
+        return replace(self, spec=spec).key
 
     @property
     def _unasked(self) -> dict[str, bool]:

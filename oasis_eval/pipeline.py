@@ -188,6 +188,9 @@ class _Run:
     ) -> Cell:
         """Build a cell, with whatever is known to stand in its way."""
         spec = self.spec
+        unsupported = None
+        if scheme.execution != "none":
+            unsupported = backend_for(scheme).unsupported(scheme)
         run = RunSpec(
             model=name,
             scheme=scheme,
@@ -196,13 +199,12 @@ class _Run:
             seed=spec.seed,
             batch_size=spec.batch_size,
             device=spec.device,
-            diagnostics=spec.diagnostics and not is_question(task),
+            diagnostics=spec.diagnostics and not is_question(task) and unsupported is None,
         )
         cell = Cell(run, card, None if isinstance(data, OasisError) else data)
         if isinstance(data, OasisError):
             cell.problem = data
-        if scheme.execution != "none":
-            cell.unsupported = backend_for(scheme).unsupported(scheme)
+        cell.unsupported = unsupported
         return cell
 
     def model(self, cells: list[Cell]) -> None:
@@ -243,11 +245,15 @@ class _Run:
 
     def _finished(self, cell: Cell) -> RunRecord | None:
         """Return the cell's record if it needs no run; failed cells are tried again."""
-        path = self.out / f"{cell.key}.json"
-        if cell.data is None or not path.exists():
-            return None
-        record = read_record(path)
-        return None if record.status == "failed" else record
+        # A record with diagnostics has the scores too.
+        keys = dict.fromkeys((cell.key, cell.key_with(diagnostics=not is_question(cell.spec.task))))
+        for key in keys:
+            path = self.out / f"{key}.json"
+            if cell.data is not None and path.exists():
+                record = read_record(path)
+                if record.status != "failed":
+                    return record
+        return None
 
     def _keep_without_running(self, cell: Cell) -> None:
         record = self._finished(cell)
@@ -352,6 +358,11 @@ class _Run:
         if record.status == "ok" and cell.identity != record.key:
             # An earlier failure of the same cell to read its texts is answered now.
             (self.out / f"{cell.identity}.json").unlink(missing_ok=True)
+        if record.status == "ok" and cell.spec.diagnostics:
+            # The same scores without diagnostics would stand in a table twice.
+            plain = cell.key_with(diagnostics=False)
+            for suffix in (".json", ".samples.jsonl"):
+                (self.out / f"{plain}{suffix}").unlink(missing_ok=True)
         self._keep(record)
 
 

@@ -15,6 +15,7 @@ from oasis_eval.loading import load, prepare
 from oasis_eval.pipeline import Report
 from oasis_eval.pipeline import evaluate as run_pipeline
 from oasis_eval.quant import schemes
+from oasis_eval.record import read_records
 from oasis_eval.report.numbers import KNOWN_METRICS
 from oasis_eval.report.render import render
 from oasis_eval.report.tables import build_table
@@ -77,6 +78,21 @@ def test_finished_cells_are_reused(model: Path, text: Path, tmp_path: Path) -> N
 
     assert (again.num_loads, again.num_reused) == (0, 1)
     assert again.records == first.records
+
+
+def test_a_record_with_diagnostics_stands_for_both(model: Path, text: Path, tmp_path: Path) -> None:
+    """It takes the place of the plain record, and answers when that is asked for again."""
+    run(model, text, tmp_path, schemes=["fp32"])
+    full = run(model, text, tmp_path, schemes=["fp32"], diagnostics=True)
+    plain = run(model, text, tmp_path, schemes=["fp32"])
+
+    assert full.num_reused == 0
+    assert (plain.num_loads, plain.num_reused) == (0, 1)
+    assert plain.records == full.records
+    assert list(read_records([tmp_path])) == full.records
+    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
+        f"{full.records[0].key}.samples.jsonl"
+    ]
 
 
 def test_tables_show_them(model: Path, text: Path, tmp_path: Path) -> None:

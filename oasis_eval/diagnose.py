@@ -46,19 +46,24 @@ def diagnose(plan: Plan) -> list[str]:
     dtype: Dtype = plan.dtype or ("fp32" if plan.device == "cpu" else "bf16")
     reference = load(card, dtype=scheme.dtype or dtype, device=plan.device)
     window = plan.window or min(_WINDOW, reference.context_length or _WINDOW)
-    ids = corpus.encode(reference.tokenizer, text.stream(), special_tokens=True)
-    starts = range(0, len(ids) - window + 1, window)[: plan.num_windows]
+    # A model that was trained with a start token sinks into it: every window has its own.
+    head = corpus.head_tokens(reference.tokenizer)
+    ids = corpus.encode(reference.tokenizer, text.stream(), special_tokens=False)
+    body = window - len(head)
+    if body < 1:
+        raise DataError(f"a window of {window} tokens has no room beside {len(head)} special ones")
+    starts = range(0, len(ids) - body + 1, body)[: plan.num_windows]
     if not starts:
         raise DataError(
-            f"{text.name} has {len(ids)} tokens, a window {window}; give a longer --text or a "
+            f"{text.name} has {len(ids)} tokens, a window takes {body}; give a longer --text or a "
             "smaller --window"
         )
-    windows = [ids[start : start + window] for start in starts]
+    windows = [head + ids[start : start + body] for start in starts]
     with prepare(reference, scheme, dtype=dtype, last=True) as prepared:
         found = measure(prepared, windows, batch_size=plan.batch_size)
     return [
         f"{card.label}, {scheme.name}, {prepared.dtype}: {len(windows)} windows of {window} tokens "
-        f"of {text.name}",
+        f"of {text.name}" + (f", {len(head)} of them special" if head else ""),
         "",
         *verdict(found),
         *(f"warning: {text}" for text in found.warnings),

@@ -90,10 +90,21 @@ def test_diagnose_a_checkpoint(tmp_path: Path) -> None:
     assert any(line.startswith("Outliers: ") for line in lines)
 
 
+def test_every_window_has_its_start_token(tmp_path: Path) -> None:
+    """A tokenizer that heads texts with special tokens heads each window with them."""
+    tokenizer = tiny.build_tokenizer(adds_start=True)
+    folder = tiny.save(tmp_path / "tiny", tokenizer=tokenizer)
+    text = tmp_path / "text.txt"
+    text.write_text(tiny.prose(63))
+    lines = diagnose(plan(folder, text=text, window=32, num_windows=9))
+
+    assert lines[0].endswith("2 windows of 32 tokens of text.txt, 1 of them special")
+
+
 def test_a_short_text_is_refused(tmp_path: Path) -> None:
     """One line says how many tokens there are and how many a window needs."""
     folder = tiny.save(tmp_path / "tiny")
     text = tmp_path / "short.txt"
     text.write_text("too short")
-    with pytest.raises(DataError, match="9 tokens, a window 64"):
+    with pytest.raises(DataError, match="9 tokens, a window takes 64"):
         diagnose(plan(folder, text=text, window=64))

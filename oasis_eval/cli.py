@@ -141,7 +141,7 @@ def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) ->
     except KeyboardInterrupt:
         _say("interrupted; finished cells are kept, run the same command again to go on")
         raise typer.Exit(130) from None
-    if report.records and not as_json:
+    if any(record.status == "ok" for record in report.records) and not as_json:
         _print_table(report.records)
         print(f"\nRecords: {out}   Table for a paper: oasis-eval table {out} --format latex")  # noqa: T201
     records = report.records

@@ -13,9 +13,10 @@ from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
 from oasis_eval.errors import OasisError
 from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.harness.run import TaskData
+from oasis_eval.parsing import content_hash
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import SCHEMA_VERSION, DataInfo, Provenance, RunRecord
-from oasis_eval.spec import ModelCard, RunSpec, content_hash
+from oasis_eval.spec import ModelCard, RunSpec
 
 NUMBERS_VERSION = 1
 """Raised when a change of the code changes numbers that no protocol version covers."""

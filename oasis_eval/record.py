@@ -18,7 +18,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 
 from oasis_eval.errors import RecordError
-from oasis_eval.spec import Granularity, ImportedRun, ModelCard, RunSpec, explain
+from oasis_eval.parsing import explain
+from oasis_eval.spec import Granularity, ImportedRun, ModelCard, RunSpec
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "failed", "unsupported"]

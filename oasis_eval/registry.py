@@ -8,16 +8,9 @@ from functools import cache
 from pathlib import Path
 
 from oasis_eval.errors import CheckpointError, SpecError, UnknownNameError
+from oasis_eval.parsing import parse, read_yaml
 from oasis_eval.paths import data_folder
-from oasis_eval.spec import (
-    DirSource,
-    GgufSource,
-    HubSource,
-    ModelCard,
-    PackageSource,
-    parse,
-    read_yaml,
-)
+from oasis_eval.spec import DirSource, GgufSource, HubSource, ModelCard, PackageSource
 
 _HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+(@[\w./-]*)?$")
 

@@ -1,20 +1,16 @@
 """What was asked for: every setting of the suite, in frozen types that are checked once.
 
 A value of these types is valid wherever it appears: YAML files and command-line text are checked
-when they become one (`parse_yaml`), and no code behind that border checks them again.
+when they become one (`parsing.parse`), and no code behind that border checks them again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from oasis_eval.errors import SpecError
+from oasis_eval.parsing import Spec
 
 Dtype = Literal["fp32", "bf16", "fp16"]
 Granularity = Literal["tensor", "channel", "token", "group"]
@@ -37,16 +33,6 @@ Region = Literal[
     "embedding",
     "lm_head",
 ]
-
-
-class Spec(BaseModel):
-    """Base of all settings: immutable, and an unknown key is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    def content_hash(self) -> str:
-        """Return the SHA-256 of the value's canonical JSON, as 64 hex digits."""
-        return content_hash(self.model_dump(mode="json"))
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -282,7 +268,7 @@ class ImportedRun(Spec):
     device: str | None = None
     model_type: str
     """lm-eval's `--model`, for example `hf`."""
-    model_args: dict[str, str] = {}
+    model_args: dict[str, str] = Field(default={})
     task_version: str | None = None
     num_fewshot: int | None = None
 
@@ -299,7 +285,7 @@ class EvaluationSpec(Spec):
     """Protocols, each used by the tasks it fits; a task that none fits uses its default."""
     window: int | None = Field(default=None, ge=2)
     """Window of every perplexity protocol, which thereby gets another name."""
-    data: dict[str, str] = {}
+    data: dict[str, str] = Field(default={})
     """Local files by task name; `gsm8k:train` and `calibration` have keys of their own."""
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int = Field(default=256, ge=1)
@@ -340,10 +326,10 @@ class TableSpec(Spec):
     """Metrics to show, in this order; one that a task does not have takes no column."""
     show: Literal["all", "first"] = "all"
     """Whether a task under a protocol shows all of these metrics or the first that it has."""
-    where: dict[str, tuple[str, ...]] = {}
+    where: dict[str, tuple[str, ...]] = Field(default={})
     """Keep only records whose field matches one of the patterns (fnmatch); fields are the columns
     of the long form, for example `{protocol: [gptq-2048], limit: ["8"]}`."""
-    order: dict[Dimension, tuple[str, ...]] = {}
+    order: dict[Dimension, tuple[str, ...]] = Field(default={})
     """Values that come first in a dimension; the rest follow in natural order."""
     baseline: str | None = None
     """Model, label, variant or scheme that relative changes refer to; `reference` is the scheme
@@ -368,74 +354,3 @@ class TableSpec(Spec):
         if twice:
             raise ValueError(f"dimensions used twice in rows and columns: {', '.join(twice)}")
         return self
-
-
-# --- parsing ----------------------------------------------------------------------------------
-
-SpecT = TypeVar("SpecT", bound=Spec)
-MAX_YAML_BYTES = 1 << 20
-
-
-def content_hash(value: object) -> str:
-    """Return the SHA-256 of `value` as canonical JSON (sorted keys, no spaces), 64 hex digits."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-class _NoAliasLoader(yaml.SafeLoader):
-    """Safe YAML without aliases, which is how a few lines become gigabytes."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.events.AliasEvent):
-            raise yaml.YAMLError("aliases (*name) are not allowed")
-        return super().compose_node(parent, index)
-
-
-def read_yaml(path: Path) -> object:
-    """Read one YAML file of at most 1 MiB without aliases or tags.
-
-    Raises:
-        SpecError: The file is missing, too large or no YAML.
-    """
-    try:
-        if path.stat().st_size > MAX_YAML_BYTES:
-            raise SpecError(f"{path}: larger than 1 MiB; specifications are short YAML files")
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_NoAliasLoader)  # noqa: S506 - a SafeLoader
-    except OSError as error:
-        raise SpecError(f"{path}: cannot be read ({error.strerror})") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
-
-
-def parse(kind: type[SpecT], value: object, *, origin: str) -> SpecT:
-    """Check `value` (from YAML or JSON) and turn it into `kind`.
-
-    Args:
-        kind: The settings type.
-        value: Mapping of its fields.
-        origin: What the error message calls the input, usually a path.
-
-    Raises:
-        SpecError: One line with every wrong key, what was found and what is expected.
-    """
-    try:
-        return kind.model_validate(value)
-    except ValidationError as error:
-        raise SpecError(f"{origin}: {explain(error, kind)}") from error
-
-
-def explain(error: ValidationError, kind: type[BaseModel]) -> str:
-    """Put a pydantic error into one line: key, what was found, what was expected."""
-    parts = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or kind.__name__
-        if item["type"] == "extra_forbidden":
-            known = ", ".join(sorted(kind.model_fields))
-            parts.append(f"unknown key {where!r} (known: {known})")
-        elif item["type"] == "missing":
-            parts.append(f"key {where!r} is missing")
-        else:
-            message = item["msg"].removeprefix("Value error, ")
-            shown = "" if isinstance(item["input"], dict) else f", found {item['input']!r:.80}"
-            parts.append(f"{where}: {message}{shown}")
-    return "; ".join(parts)

@@ -26,13 +26,14 @@ from oasis_eval.errors import (
     UnsupportedSchemeError,
 )
 from oasis_eval.loading import load, prepare
+from oasis_eval.parsing import parse
 from oasis_eval.pipeline import Report, evaluate
 from oasis_eval.quant import schemes
 from oasis_eval.record import RunRecord, read_record, read_records, read_samples
 from oasis_eval.registry import resolve
 from oasis_eval.report.render import render
 from oasis_eval.report.tables import build_table, load_spec
-from oasis_eval.spec import EvaluationSpec, parse
+from oasis_eval.spec import EvaluationSpec
 from tests import tiny
 
 

@@ -18,9 +18,9 @@ from oasis_eval.diagnostics.capture import TENSOR_SETS
 from oasis_eval.diagnostics.observation import Observation, observe
 from oasis_eval.diagnostics.tensor_sums import TensorStatistics
 from oasis_eval.errors import DataError
+from oasis_eval.parsing import content_hash
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import LayerStat, Metric, ProtocolInfo
-from oasis_eval.spec import content_hash
 
 VERSION = 1
 """Raised when a change of the code changes a number."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from oasis_eval.corpus import Corpus, encode
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
-from oasis_eval.spec import content_hash
+from oasis_eval.parsing import content_hash
 
 Kind = Literal["gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "gsm8k"]
 _NAME = re.compile(r"^(gptq|qualcomm|openattnres|llamacpp)-(\d+)$|^(rolling-word)(?:-(\d+))?$")

@@ -22,6 +22,7 @@ from oasis_eval.harness.results_file import (
     find_files,
     read_file,
 )
+from oasis_eval.parsing import content_hash
 from oasis_eval.record import (
     SCHEMA_VERSION,
     Metric,
@@ -39,7 +40,6 @@ from oasis_eval.spec import (
     NamedSource,
     QuantScheme,
     TaskRef,
-    content_hash,
 )
 
 AS_RUN = "as lm-eval ran it"

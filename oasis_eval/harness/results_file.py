@@ -13,7 +13,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from oasis_eval.errors import RecordError
-from oasis_eval.spec import Dtype, ModelCard, QuantScheme, explain
+from oasis_eval.parsing import explain
+from oasis_eval.spec import Dtype, ModelCard, QuantScheme
 
 _PARTS = frozenset({"results", "configs", "config"})
 _LONGEST_EXPLANATION = 300

@@ -14,7 +14,8 @@ from types import MappingProxyType
 from typing import Literal
 
 from oasis_eval.errors import SpecError, UnknownNameError, UnsupportedSchemeError
-from oasis_eval.spec import Calibration, Dtype, QuantScheme, TensorFormat, parse, read_yaml
+from oasis_eval.parsing import parse, read_yaml
+from oasis_eval.spec import Calibration, Dtype, QuantScheme, TensorFormat
 
 RUNNABLE_REGIONS = ("linear_inputs", "linear_outputs", "lm_head")
 """Regions that fake quantization covers; the others are inside attention or between layers."""

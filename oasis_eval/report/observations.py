@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 
 from oasis_eval.errors import RecordError, SpecError
+from oasis_eval.parsing import content_hash
 from oasis_eval.record import DataInfo, Metric, ProtocolInfo, RunRecord, Status, perplexity
-from oasis_eval.spec import QuantScheme, content_hash
+from oasis_eval.spec import QuantScheme
 
 _RELATIVE_TOLERANCE = 1e-9
 _PERPLEXITY_COUNTS = {

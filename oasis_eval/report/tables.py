@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oasis_eval.errors import RecordError, SpecError, UnknownNameError
+from oasis_eval.parsing import parse, read_yaml
 from oasis_eval.paths import data_folder
 from oasis_eval.record import RunRecord
 from oasis_eval.report.annotations import annotate
@@ -22,7 +23,7 @@ from oasis_eval.report.grid import Cell, Grid, Label, Line, Place, Table
 from oasis_eval.report.numbers import KNOWN_METRICS, is_floor
 from oasis_eval.report.observations import Observation, keep, observe
 from oasis_eval.report.order import ranks
-from oasis_eval.spec import Dimension, TableSpec, parse, read_yaml
+from oasis_eval.spec import Dimension, TableSpec
 
 REFERENCE = "reference"
 """As a baseline: the scheme that quantizes nothing."""

@@ -12,6 +12,7 @@ from oasis_eval.errors import SpecError
 from oasis_eval.harness.run import TaskData, evaluate, input_windows
 from oasis_eval.harness.scoring import Scorer
 from oasis_eval.loading import load, prepare
+from oasis_eval.parsing import parse
 from oasis_eval.pipeline import Report
 from oasis_eval.pipeline import evaluate as run_pipeline
 from oasis_eval.quant import schemes
@@ -19,7 +20,7 @@ from oasis_eval.record import read_records
 from oasis_eval.report.numbers import KNOWN_METRICS
 from oasis_eval.report.render import render
 from oasis_eval.report.tables import build_table
-from oasis_eval.spec import EvaluationSpec, TableSpec, TaskRef, parse
+from oasis_eval.spec import EvaluationSpec, TableSpec, TaskRef
 from tests import tiny
 from tests.modeling.tiny import new_model, tiny_config
 

@@ -1,0 +1,66 @@
+"""The command line: parses, calls one function, prints. Heavy imports happen inside commands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from oasis_eval.cli import catalogue, measuring, tables
+from oasis_eval.cli.output import say
+from oasis_eval.errors import OasisError
+
+app = typer.Typer(
+    name="oasis-eval",
+    help="What low-bit quantization does to a language model: perplexity and GSM8K under W8A8, "
+    "W4A4 and their like, as records on disk and as tables.",
+    epilog="Start with: oasis-eval evaluate MODEL --scheme fp32,w8a8,w4a4 --task wikitext2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option(help="Show tracebacks of errors.")] = False,
+) -> None:
+    if debug:
+        os.environ["OASIS_EVAL_DEBUG"] = "1"
+
+
+app.command()(measuring.evaluate)
+app.command()(tables.table)
+app.command()(tables.compare)
+app.command(name="import")(tables.import_)
+app.command()(catalogue.models)
+app.command()(catalogue.tasks)
+app.command()(catalogue.schemes)
+app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)(measuring.harness)
+app.command()(catalogue.convert)
+app.command()(measuring.diagnose)
+app.command()(measuring.demo)
+
+
+def main() -> None:
+    """Run the command line; a user's mistake is one or two lines and exit status 2."""
+    try:
+        app()
+    except OasisError as error:
+        if os.environ.get("OASIS_EVAL_DEBUG"):
+            raise
+        say(f"error: {error}")
+        sys.exit(2)
+    except BrokenPipeError:
+        # The reader of our output went away (`| head`): nothing left to say to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)

@@ -1,0 +1,51 @@
+"""Text of options into values, each checked with the option's name in the message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from oasis_eval.errors import SpecError
+
+if TYPE_CHECKING:
+    from oasis_eval.spec import Dtype
+
+
+def names(text: str, option: str) -> tuple[str, ...]:
+    """Return the distinct names of a comma-separated list, in order."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise SpecError(f"{option} {text!r}: expected names separated by commas")
+    return names
+
+
+def dtype_named(name: str | None) -> Dtype | None:
+    """Return the dtype of that name."""
+    from oasis_eval.spec import Dtype
+
+    if name is not None and name not in get_args(Dtype):
+        raise SpecError(f"--dtype {name!r}: expected one of {', '.join(get_args(Dtype))}")
+    return name  # type: ignore[return-value]  # checked above
+
+
+def mapping(items: list[str]) -> dict[str, str]:
+    """Return the files of repeated `--data NAME=FILE`."""
+    mapping = {}
+    for item in items:
+        name, sign, path = item.partition("=")
+        if not sign or not path:
+            raise SpecError(f"--data {item!r}: expected NAME=FILE")
+        if name in mapping:
+            raise SpecError(f"--data {item!r}: {name} is given twice")
+        mapping[name] = path
+    return mapping
+
+
+def filters(items: list[str], option: str) -> dict[str, tuple[str, ...]]:
+    """Return the patterns of repeated FIELD=PATTERN, by field."""
+    filters: dict[str, tuple[str, ...]] = {}
+    for item in items:
+        name, sign, pattern = item.partition("=")
+        if not sign or not name:
+            raise SpecError(f"{option} {item!r}: expected FIELD=PATTERN")
+        filters[name] = (*filters.get(name, ()), pattern)
+    return filters

@@ -1,0 +1,92 @@
+"""Settings from YAML, JSON and command-line text: one base type, one way in, one message."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from oasis_eval.errors import SpecError
+
+
+class Spec(BaseModel):
+    """Base of all settings: immutable, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    def content_hash(self) -> str:
+        """Return the SHA-256 of the value's canonical JSON, as 64 hex digits."""
+        return content_hash(self.model_dump(mode="json"))
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+MAX_YAML_BYTES = 1 << 20
+
+
+def content_hash(value: object) -> str:
+    """Return the SHA-256 of `value` as canonical JSON (sorted keys, no spaces), 64 hex digits."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _NoAliasLoader(yaml.SafeLoader):
+    """Safe YAML without aliases, which is how a few lines become gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.events.AliasEvent):
+            raise yaml.YAMLError("aliases (*name) are not allowed")
+        return super().compose_node(parent, index)
+
+
+def read_yaml(path: Path) -> object:
+    """Read one YAML file of at most 1 MiB without aliases or tags.
+
+    Raises:
+        SpecError: The file is missing, too large or no YAML.
+    """
+    try:
+        if path.stat().st_size > MAX_YAML_BYTES:
+            raise SpecError(f"{path}: larger than 1 MiB; specifications are short YAML files")
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_NoAliasLoader)  # noqa: S506 - a SafeLoader
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read ({error.strerror})") from error
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def parse(kind: type[SpecT], value: object, *, origin: str) -> SpecT:
+    """Check `value` (from YAML or JSON) and turn it into `kind`.
+
+    Args:
+        kind: The settings type.
+        value: Mapping of its fields.
+        origin: What the error message calls the input, usually a path.
+
+    Raises:
+        SpecError: One line with every wrong key, what was found and what is expected.
+    """
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise SpecError(f"{origin}: {explain(error, kind)}") from error
+
+
+def explain(error: ValidationError, kind: type[BaseModel]) -> str:
+    """Put a pydantic error into one line: key, what was found, what was expected."""
+    parts = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or kind.__name__
+        if item["type"] == "extra_forbidden":
+            known = ", ".join(sorted(kind.model_fields))
+            parts.append(f"unknown key {where!r} (known: {known})")
+        elif item["type"] == "missing":
+            parts.append(f"key {where!r} is missing")
+        else:
+            message = item["msg"].removeprefix("Value error, ")
+            shown = "" if isinstance(item["input"], dict) else f", found {item['input']!r:.80}"
+            parts.append(f"{where}: {message}{shown}")
+    return "; ".join(parts)

@@ -43,7 +43,6 @@ def tasks() -> None:
     output.print_rows(("task", "default protocol", "data set (or --data NAME=FILE)"), rows)
     print()  # noqa: T201 - the command's output
     names = [*DEFAULTS, "gsm8k-5shot"]
-    meanings = [(name, parse_protocol(name).summary) for name in names]
     output.print_rows(
         ("protocol", "meaning"), [(name, parse_protocol(name).summary) for name in names]
     )

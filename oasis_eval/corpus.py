@@ -306,7 +306,11 @@ def _parquet_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[R
 
 def _row(name: str, where: str, row: object, columns: tuple[str, ...]) -> Row:
     if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in columns):
-        found = sorted(row) if isinstance(row, dict) else type(row).__name__
+        found = (
+            {key: type(value).__name__ for key, value in sorted(row.items())}
+            if isinstance(row, dict)
+            else type(row).__name__
+        )
         raise DataError(f"{name}: {where} must have text columns {_names(columns)}; found {found}")
     return {key: row[key] for key in columns}
 

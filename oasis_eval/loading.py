@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -232,6 +233,12 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
     # transformers prints a load report of its own; what matters of it is checked below.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    config = _read_config(folder)
+    if "quantization_config" in config:
+        raise CheckpointError(
+            f"{folder}: the checkpoint is quantized already (quantization_config in config.json); "
+            "expected floating-point weights: measure the checkpoint that it was made from"
+        )
     with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -248,10 +255,22 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
         names = [item[0] if isinstance(item, tuple) else item for item in info["mismatched_keys"]]
         raise CheckpointError(f"{folder}: tensors of the wrong shape: {_some(names)}")
     _compare_with_files(model, folder)
-    unexpected = info["unexpected_keys"]
-    if unexpected:
-        return model, (f"tensors in the checkpoint that the model has not: {_some(unexpected)}",)
-    return model, ()
+    warnings = []
+    if info["unexpected_keys"]:
+        extra = _some(info["unexpected_keys"])
+        warnings.append(f"tensors in the checkpoint that the model has not: {extra}")
+    if "auto_map" in config:
+        warnings.append(
+            "config.json names code of the checkpoint's own (auto_map), which is never run; "
+            f"this is transformers' {config.get('model_type')}"
+        )
+    return model, tuple(warnings)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    with checkpoint.as_checkpoint_error(f"{folder}: config.json cannot be read"):
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config if isinstance(config, dict) else {}
 
 
 def _compare_with_files(model: nn.Module, folder: Path) -> None:
@@ -267,6 +286,11 @@ def _compare_with_files(model: nn.Module, folder: Path) -> None:
                 if loaded is None:
                     continue
                 stored = file.get_tensor(name)
+                if loaded.is_floating_point() and not stored.is_floating_point():
+                    kind = str(stored.dtype).removeprefix("torch.")
+                    raise CheckpointError(
+                        f"{folder}: {name} is stored as {kind}; expected floating-point weights"
+                    )
                 if stored.shape == loaded.shape and not _same(stored, loaded):
                     raise CheckpointError(f"{folder}: {name} does not hold its file's values")
 

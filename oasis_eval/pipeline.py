@@ -195,7 +195,7 @@ class _Run:
             model=name,
             scheme=scheme,
             task=task,
-            dtype=spec.dtype or ("fp32" if spec.device == "cpu" else "bf16"),
+            dtype=scheme.dtype or spec.dtype or ("fp32" if spec.device == "cpu" else "bf16"),
             seed=spec.seed,
             batch_size=spec.batch_size,
             device=spec.device,

@@ -121,6 +121,11 @@ def _folder_card(name: str, path: Path) -> ModelCard:
             f"{path}: {found}; expected a folder with config.json and safetensors weights, "
             "or with exactly one *.gguf file"
         )
+    beside = path.resolve().parent / f"{path.resolve().name}.yaml"
+    if beside.is_file():  # what `convert` and training write: it knows variant and label
+        card = read_card(beside)
+        if isinstance(card.source, DirSource) and Path(card.source.path) == path.resolve():
+            return card
     return ModelCard(
         name=name,
         family=_model_type(path / "config.json"),

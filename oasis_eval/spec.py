@@ -6,9 +6,10 @@ when they become one (`parsing.parse`), and no code behind that border checks th
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from oasis_eval.parsing import Spec
 
@@ -291,13 +292,21 @@ class EvaluationSpec(Spec):
     max_new_tokens: int = Field(default=256, ge=1)
     chat_template: bool = False
     batch_size: int = Field(default=1, ge=1)
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps|xpu(:\d+)?)$")
+    device: str = "cpu"
+    """`cpu`, `cuda`, `cuda:1`, `mps`, `xpu`, ..."""
     dtype: Dtype | None = None
     """None: fp32 on the CPU, bf16 on an accelerator."""
     seed: int = 0
     diagnostics: bool = False
     """Whether outliers, attention and depth routing are measured on the windows of every
     perplexity task, in a second pass."""
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, name: str) -> str:
+        if not re.fullmatch(r"(cpu|mps|(cuda|xpu)(:\d+)?)", name):
+            raise ValueError("expected cpu, cuda, cuda:1, mps or xpu")
+        return name
 
 
 # --- tables -----------------------------------------------------------------------------------

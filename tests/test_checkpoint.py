@@ -615,3 +615,34 @@ def test_a_hub_id_offline_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert "\n" not in str(caught.value)
     assert "give a local folder" in str(caught.value)
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    """Integer codes without their scales are not weights, whatever a cast makes of them."""
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    name = next(name for name, tensor in tensors.items() if tensor.dim() == 2)
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, shard, {"format": "pt"})
+
+    text = refusal(folder)
+
+    assert name in text
+    assert "int8" in text
+
+
+def test_a_quantized_checkpoint_is_refused(folder: Path) -> None:
+    """A configuration that names a quantization method is refused before anything loads."""
+    settings = json.loads((folder / "config.json").read_text())
+    settings["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+    assert "quantized already" in refusal(folder)
+
+
+def test_own_code_of_a_known_architecture_is_mentioned(folder: Path) -> None:
+    """A checkpoint that names code of its own loads as transformers' architecture, and says so."""
+    settings = json.loads((folder / "config.json").read_text())
+    settings["auto_map"] = {"AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (folder / "config.json").write_text(json.dumps(settings))
+
+    assert any("auto_map" in warning for warning in load_folder(folder).warnings)

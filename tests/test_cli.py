@@ -18,6 +18,7 @@ import pytest
 import torch
 import typer.main
 
+import oasis_eval
 from oasis_eval import cli
 from oasis_eval.record import RunRecord, read_records
 from tests import tiny
@@ -552,3 +553,25 @@ def test_interrupting_keeps_finished_cells(
     assert "finished cells are kept" in err
     assert "Traceback" not in err
     assert len(list(read_records([tmp_path / "runs"]))) >= 1
+
+
+def test_version(call: Call) -> None:
+    """`--version` prints the package's version."""
+    assert call(["--version"]).out == f"oasis-eval {oasis_eval.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model_args", "model=x,schem=w4a4", "--tasks", "oasis_text"], "schem"),
+        (["--model_args", "model=x", "--tasks", "nope"], "nope"),
+    ],
+)
+def test_harness_mistakes_are_one_line(call: Call, arguments: list[str], named: str) -> None:
+    """What lm-eval would answer with a traceback is one line and status 2."""
+    result = call(["harness", "run", "--model", "oasis", *arguments])
+
+    assert result.status == 2
+    assert result.err.splitlines()[-1].startswith("error: ")
+    assert named in result.err.splitlines()[-1]
+    assert "Traceback" not in result.err

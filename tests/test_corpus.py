@@ -169,7 +169,7 @@ def test_gsm8k_rows_keep_their_two_columns(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "\xff"}', "not UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text"\n', "a.jsonl:2 is not JSON"),
         ("a.jsonl", b"[" * 10_000, "a.jsonl:1 is not JSON"),
-        ("a.jsonl", b'{"content": "a"}', "'text'; found ['content']"),
+        ("a.jsonl", b'{"content": "a"}', "'text'; found {'content': 'str'}"),
         ("a.jsonl", b'{"text": 3}', "must have text columns 'text'"),
         ("a.jsonl", b'["text"]', "found list"),
         ("a.jsonl", b'{"text": null}', "must have text columns"),

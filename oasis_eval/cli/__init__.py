@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from oasis_eval import __version__
 from oasis_eval.cli import catalogue, measuring, tables
 from oasis_eval.cli.output import say
 from oasis_eval.errors import OasisError
@@ -24,9 +25,19 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"oasis-eval {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def _options(
-    debug: Annotated[bool, typer.Option(help="Show tracebacks of errors.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks of errors.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version.", callback=_version, is_eager=True),
+    ] = False,
 ) -> None:
     if debug:
         os.environ["OASIS_EVAL_DEBUG"] = "1"

@@ -35,6 +35,7 @@ class PluginLM(OasisLM):
         batch_size: int | str = 1,
         device: str | None = None,
         max_batch_size: int | None = None,
+        **unknown: object,
     ) -> None:
         """Load and prepare a model as `oasis-eval evaluate` would.
 
@@ -47,7 +48,13 @@ class PluginLM(OasisLM):
                 chosen automatically.
             device: `cpu`, `cuda`, ...
             max_batch_size: Accepted for lm-eval's sake; must not be given.
+            unknown: Anything else is refused by name.
         """
+        if unknown:
+            raise SpecError(
+                f"--model_args: unknown {sorted(unknown)[0]!r}; "
+                "known: model, scheme, dtype, calibration"
+            )
         if not str(batch_size).isdigit() or max_batch_size is not None:
             raise SpecError(f"--batch_size {batch_size!r}: expected a number, not 'auto'")
         place = _device(device)
@@ -128,5 +135,8 @@ def main(arguments: list[str]) -> None:
     sys.argv = ["oasis-eval harness", *arguments]
     try:
         cli_evaluate()
+    except (ValueError, KeyError) as error:
+        # lm-eval's own way to say that a task or an argument does not exist.
+        raise SpecError(f"lm-eval: {' '.join(str(error).split())[:300]}") from error
     finally:
         lm_eval.tasks.TaskManager, sys.argv = before

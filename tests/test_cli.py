@@ -456,9 +456,16 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
+# A shell starts background jobs with SIGINT ignored, and their children inherit that.
+_INTERRUPTIBLE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from oasis_eval.cli import main; main()"
+)
+
+
 def _start(arguments: Sequence[object]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from oasis_eval.cli import main; main()", *map(str, arguments)],
+        [sys.executable, "-c", _INTERRUPTIBLE, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

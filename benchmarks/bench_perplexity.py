@@ -139,9 +139,26 @@ def bench_memory() -> None:
         )
 
 
+def bench_loads() -> None:
+    """Print how often three schemes load one checkpoint."""
+    from oasis_eval import EvaluationSpec, evaluate
+
+    with tempfile.TemporaryDirectory() as folder:
+        model, text = Path(folder) / "model", Path(folder) / "text.txt"
+        save_large_model(model)
+        text.write_text(" ".join(f"w{index * 7 % 1000}" for index in range(600)))
+        spec = EvaluationSpec(
+            models=(str(model),), tasks=("text",), data={"text": str(text)}, window=256
+        )
+        report = evaluate(spec, Path(folder) / "records", quiet=True)
+    assert report.is_complete, report
+    print(f"loads for {len(report.records)} schemes: {report.num_loads} (limit 1)")
+
+
 if __name__ == "__main__":
     if len(sys.argv) == 3:
         measure_memory(sys.argv[1], sys.argv[2])
     else:
         bench_time()
         bench_memory()
+        bench_loads()

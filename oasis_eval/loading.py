@@ -25,8 +25,9 @@ from oasis_eval.errors import CardMismatchError, CheckpointError, DataError, Uns
 from oasis_eval.modeling.formats.folder import read_config, read_public, write_as_ours
 from oasis_eval.modeling.registration import register
 from oasis_eval.prepared import PreparedModel
-from oasis_eval.quant.backends import backend_for
+from oasis_eval.quant.backends import quantize_
 from oasis_eval.quant.calibrate import Batch
+from oasis_eval.quant.support import unsupported
 from oasis_eval.spec import Calibration, Dtype, ModelCard, QuantScheme
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -134,9 +135,9 @@ def prepare(
         UnsupportedSchemeError: The backend cannot do the scheme.
         QuantizationError: The scheme changed nothing.
     """
-    backend = backend_for(scheme) if scheme.execution != "none" else None
-    if backend is not None and (reason := backend.unsupported(scheme)) is not None:
-        raise UnsupportedSchemeError(f"{scheme.name}: {reason}")
+    reason = unsupported(scheme)
+    if reason is not None:
+        raise UnsupportedSchemeError(reason)
     model = reference.model
     compute = scheme.dtype or dtype
     with ExitStack() as undo:
@@ -144,11 +145,11 @@ def prepare(
             undo.callback(_cast_(model, DTYPES[compute]))
         coverage = None
         warnings = list(reference.warnings)
-        if backend is not None:
+        if scheme.execution != "none":
             batches: list[Batch] = []
             if scheme.calibration is not None:
                 batches = calibration_batches(reference, scheme.calibration, calibration_data)
-            applied = backend.apply_(model, scheme, batches, keep_reference=not last)
+            applied = quantize_(model, scheme, batches, keep_reference=not last)
             if not last:
                 undo.callback(applied.undo)
             coverage = applied.coverage

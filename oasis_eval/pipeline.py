@@ -28,9 +28,16 @@ from oasis_eval.errors import (
     UnknownNameError,
 )
 from oasis_eval.harness import run as harness
-from oasis_eval.harness.protocols import TASKS, Protocol, parse_protocol, with_window
+from oasis_eval.harness.protocols import (
+    QUESTION_TASKS,
+    TASKS,
+    Protocol,
+    new_tokens,
+    parse_protocol,
+    with_window,
+)
 from oasis_eval.quant import schemes
-from oasis_eval.quant.backends import backend_for
+from oasis_eval.quant.support import unsupported
 from oasis_eval.record import ProtocolInfo, RunRecord, read_record, write_record, write_samples
 from oasis_eval.spec import Dtype, EvaluationSpec, ModelCard, QuantScheme, RunSpec, TaskRef
 
@@ -78,7 +85,7 @@ def evaluate(
 
     Raises:
         SpecError: Something named in `spec` does not exist; nothing has run then.
-        UnsupportedSchemeError: A scheme is known and this version cannot run it.
+        UnsupportedSchemeError: The parts of a scheme's name contradict each other.
         RecordError: The output folder cannot be written, or holds a damaged record.
     """
     cards = [registry.resolve(name) for name in spec.models]
@@ -91,7 +98,7 @@ def evaluate(
         )
     _check_data_keys(spec)
     _check_folder(out)
-    data = [_read_data(task, spec.data.get("gsm8k:train")) for task in tasks]
+    data = [_read_data(task, spec.data.get(f"{task.name}:train")) for task in tasks]
     run = _Run(spec, out, quiet, on_record, Report())
     for name, card in zip(spec.models, cards, strict=True):
         cells = [
@@ -135,7 +142,7 @@ def _task_ref(spec: EvaluationSpec, task: str, protocol: Protocol) -> TaskRef:
         protocol=protocol.name,
         data=spec.data.get(task),
         limit=spec.limit,
-        max_new_tokens=spec.max_new_tokens if asks else 256,
+        max_new_tokens=(asks and spec.max_new_tokens) or new_tokens(task),
         chat_template=spec.chat_template and asks,
     )
 
@@ -146,7 +153,7 @@ def is_question(task: TaskRef) -> bool:
 
 
 def _check_data_keys(spec: EvaluationSpec) -> None:
-    known = {*TASKS, "gsm8k:train", "calibration"}
+    known = {*TASKS, *(f"{task}:train" for task in QUESTION_TASKS), "calibration"}
     for key in spec.data:
         if key not in known:
             raise UnknownNameError("--data key", key, known)
@@ -188,9 +195,7 @@ class _Run:
     ) -> Cell:
         """Build a cell, with whatever is known to stand in its way."""
         spec = self.spec
-        unsupported = None
-        if scheme.execution != "none":
-            unsupported = backend_for(scheme).unsupported(scheme)
+        refusal = unsupported(scheme)
         run = RunSpec(
             model=name,
             scheme=scheme,
@@ -199,12 +204,12 @@ class _Run:
             seed=spec.seed,
             batch_size=spec.batch_size,
             device=spec.device,
-            diagnostics=spec.diagnostics and not is_question(task) and unsupported is None,
+            diagnostics=spec.diagnostics and not is_question(task) and refusal is None,
         )
         cell = Cell(run, card, None if isinstance(data, OasisError) else data)
         if isinstance(data, OasisError):
             cell.problem = data
-        cell.unsupported = unsupported
+        cell.unsupported = refusal
         return cell
 
     def model(self, cells: list[Cell]) -> None:

@@ -28,6 +28,7 @@ Region = Literal[
     "attention_gate",
     "kv_cache",
     "depth_router",
+    "depth_query",
     "depth_weights",
     "depth_sources",
     "residual",
@@ -116,17 +117,27 @@ class ModelCard(Spec):
 # --- quantization -----------------------------------------------------------------------------
 
 
-class TensorFormat(Spec):
-    """Integer format of one kind of tensor.
+NumberType = Literal["int", "fp8_e4m3", "fp4_e2m1", "nf4", "bnb_fp4"]
+ScaleType = Literal["fp32", "e8m0", "e4m3"]
 
-    Levels: symmetric -(2^(b-1)-1)..2^(b-1)-1; asymmetric 0..2^b-1, range extended to hold 0.
+
+class TensorFormat(Spec):
+    """Number format of one kind of tensor.
+
+    Integer levels: symmetric -(2^(b-1)-1)..2^(b-1)-1; asymmetric 0..2^b-1, range extended to
+    hold 0. Floats: the finite values of the named type.
     """
 
+    type: NumberType = "int"
+    """Integers; OCP floats e4m3 and e2m1; the 4-bit code books of bitsandbytes."""
     bits: int = Field(ge=2, le=8)
     granularity: Granularity
     """What shares one scale: the tensor, an output channel, a token, or a group of inputs."""
     group_size: int | None = Field(default=None, ge=1)
     """Inputs per group; the last group of a row may be shorter and the coverage says so."""
+    scales: ScaleType = "fp32"
+    """Type of the scales of `fp4_e2m1`: a power of two (MX), or 8-bit floats under one fp32 scale
+    per tensor (NV)."""
     symmetric: bool = True
     ranges: RangeEstimator = "minmax"
     """`dynamic` (activations only): from the tensor at hand. Others: fixed before evaluation."""
@@ -143,7 +154,20 @@ class TensorFormat(Spec):
             raise ValueError("ranges 'percentile' needs a 'percentile' below 100")
         if self.percentile < 100.0 and self.ranges not in ("percentile", "running_minmax"):
             raise ValueError(f"'percentile' does not apply to ranges {self.ranges!r}")
+        if self.type != "int":
+            self._check_float()
+        elif self.scales != "fp32":
+            raise ValueError(f"integer formats have fp32 scales, found 'scales: {self.scales}'")
         return self
+
+    def _check_float(self) -> None:
+        width = 8 if self.type == "fp8_e4m3" else 4
+        if self.bits != width:
+            raise ValueError(f"type {self.type!r} has {width} bits, found {self.bits}")
+        if not self.symmetric:
+            raise ValueError(f"type {self.type!r} is symmetric")
+        if self.scales != "fp32" and (self.type, self.granularity) != ("fp4_e2m1", "group"):
+            raise ValueError("scales other than fp32 need type 'fp4_e2m1' and granularity 'group'")
 
 
 class Calibration(Spec):
@@ -163,6 +187,46 @@ class Calibration(Spec):
     """Whether the tokenizer's default special tokens head each sequence."""
 
 
+class SmoothQuant(Spec):
+    """Moves the spread of activations into weights, input channel by input channel.
+
+    Source: Xiao et al., "SmoothQuant", ICML 2023.
+    """
+
+    kind: Literal["smooth"] = "smooth"
+    alpha: float = Field(default=0.5, ge=0.0, le=1.0)
+    """Share of the spread that moves: scales are max|X|^alpha / max|W|^(1 - alpha)."""
+
+
+class Hadamard(Spec):
+    """Rotates the residual stream, and what enters `o_proj` and `down_proj`, by Hadamard matrices.
+
+    Source: Ashkboos et al., "QuaRot", NeurIPS 2024.
+    """
+
+    kind: Literal["hadamard"] = "hadamard"
+    seed: int = 0
+    """Of the random signs."""
+    online: bool = True
+    """Whether inputs of `o_proj` and `down_proj` are rotated in the forward pass, too."""
+
+
+class Gptq(Spec):
+    """Rounds weights one input at a time and lets the rest make up for the error.
+
+    Source: Frantar et al., "GPTQ", ICLR 2023.
+    """
+
+    kind: Literal["gptq"] = "gptq"
+    damping: float = Field(default=0.01, gt=0.0)
+    """Share of the mean diagonal that is added to the Hessian."""
+    order: Literal["natural", "activation"] = "natural"
+    """Inputs from left to right, or those of largest activations first."""
+
+
+Transform = Annotated[SmoothQuant | Hadamard | Gptq, Field(discriminator="kind")]
+
+
 class QuantScheme(Spec):
     """What is quantized, how, and by whom."""
 
@@ -180,7 +244,11 @@ class QuantScheme(Spec):
     skip: tuple[str, ...] = ()
     """fnmatch patterns on whole dotted module names; the LM head stays protected besides."""
     calibration: Calibration | None = None
-    """Required by static activation ranges."""
+    """Required by static activation ranges, SmoothQuant and GPTQ."""
+    transforms: tuple[Transform, ...] = ()
+    """What is done to the model before it is quantized, in this order."""
+    outlier_threshold: float | None = Field(default=None, gt=0.0)
+    """`bitsandbytes` int8: input columns with a value this large stay in floating point."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -210,7 +278,19 @@ class QuantScheme(Spec):
                 raise ValueError("static activation ranges are per 'tensor' or per 'channel'")
             if not self.regions:
                 raise ValueError("'activations' need at least one region")
+        self._check_transforms()
         return self
+
+    def _check_transforms(self) -> None:
+        kinds = [transform.kind for transform in self.transforms]
+        if kinds != [kind for kind in ("smooth", "hadamard", "gptq") if kind in kinds]:
+            raise ValueError("'transforms' are smooth, hadamard, gptq in this order, each once")
+        if "gptq" in kinds and self.weights is None:
+            raise ValueError("GPTQ rounds weights, and the scheme has no 'weights'")
+        if self.calibration is None and {"smooth", "gptq"} & set(kinds):
+            raise ValueError("SmoothQuant and GPTQ need 'calibration'")
+        if self.execution == "none" and kinds:
+            raise ValueError("a reference scheme transforms nothing")
 
     @property
     def is_static(self) -> bool:
@@ -225,11 +305,12 @@ class TaskRef(Spec):
     """One task, how it is scored, and on which text."""
 
     name: str
-    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, or `text` for a file of one's own."""
+    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, `mini_ppl`, `mini_gsm`, or `text` for a file of
+    one's own."""
     protocol: str
     """Named protocol; for GSM8K it is `gsm8k-5shot` or one with another number of shots."""
     data: str | None = None
-    """Local file that replaces the data set, same code path; None: the hub."""
+    """Local file that replaces the data set, same code path; None: the hub, or what the suite generates."""
     limit: int | None = Field(default=None, ge=1)
     """Windows or blocks (perplexity), documents (rolling protocols), questions (GSM8K)."""
     max_new_tokens: int | None = Field(default=256, ge=1)
@@ -287,9 +368,10 @@ class EvaluationSpec(Spec):
     window: int | None = Field(default=None, ge=2)
     """Window of every perplexity protocol, which thereby gets another name."""
     data: dict[str, str] = Field(default={})
-    """Local files by task name; `gsm8k:train` and `calibration` have keys of their own."""
+    """Local files by task name; `gsm8k:train` (examples) and `calibration` have keys of their own."""
     limit: int | None = Field(default=None, ge=1)
-    max_new_tokens: int = Field(default=256, ge=1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Generation budget of a question; None: the task's own."""
     chat_template: bool = False
     batch_size: int = Field(default=1, ge=1)
     device: str = "cpu"
@@ -362,4 +444,147 @@ class TableSpec(Spec):
         twice = sorted({item for item in used if used.count(item) > 1})
         if twice:
             raise ValueError(f"dimensions used twice in rows and columns: {', '.join(twice)}")
+        return self
+
+
+# --- training ---------------------------------------------------------------------------------
+
+
+class BackboneSpec(Spec):
+    """Sizes of a decoder that is trained from scratch."""
+
+    family: Literal["llama", "qwen3"]
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_layers: int = Field(ge=1)
+    """Decoder layers; each is two sublayers of depth routing."""
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int | None = Field(default=None, ge=1)
+    """None: hidden_size / num_heads."""
+    vocab_size: int | None = Field(default=None, ge=1)
+    """Rows of the embedding; None: as many as the tokenizer has tokens."""
+    tie_embeddings: bool = True
+    """Whether the output head is the embedding."""
+    rope_theta: float = Field(default=10000.0, gt=0.0)
+    rms_norm_eps: float = Field(default=1e-5, gt=0.0)
+    initializer_range: float = Field(default=0.02, gt=0.0)
+    """Standard deviation of initial weights."""
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size} is no multiple of num_heads {self.num_heads}; "
+                "give 'head_dim'"
+            )
+        return self
+
+
+class TextSource(Spec):
+    """One text that a recipe trains on."""
+
+    name: str = Field(min_length=1)
+    """`mini` (the suite's own text, generated), a data set (`wiki40b`, `bookcorpus`, ...), or any
+    other name, which then needs its file: `--data NAME=FILE`."""
+    split: str = "train"
+    """Split of a data set on the hub."""
+    share: float | None = Field(default=None, gt=0.0, le=1.0)
+    """Part of the training blocks; None for all sources: in proportion to their sizes."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens that are used, from the start; None: all. `mini`, which never ends, needs it."""
+    problem_share: float | None = Field(default=None, ge=0.0, le=1.0)
+    """`mini`: part of the documents that are arithmetic problems, not stories."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.name == "mini" and self.max_tokens is None:
+            raise ValueError("'mini' is generated without end: give 'max_tokens'")
+        if self.name != "mini" and self.problem_share is not None:
+            raise ValueError("'problem_share' goes with 'mini' and with nothing else")
+        return self
+
+
+class TrainRecipe(Spec):
+    """How a model is trained: sizes, text, optimizer, schedule. Variant and seed come beside it."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    backbone: BackboneSpec
+    """Not used where training starts from a checkpoint, which brings its own."""
+    num_blocks: int = Field(default=8, ge=1)
+    """Blocks of depth routing, for wirings that have blocks."""
+    tokenizer: str = Field(min_length=1)
+    """`mini`, a folder, or `owner/name@revision` on the hub."""
+    context: int = Field(ge=2)
+    """Tokens of a training sequence; documents are packed and cut into blocks of this length."""
+    data: tuple[TextSource, ...] = Field(min_length=1)
+    steps: int = Field(ge=1)
+    """Optimizer steps."""
+    batch_size: int = Field(ge=1)
+    """Sequences of one step, over all devices and accumulated passes."""
+    micro_batch_size: int = Field(ge=1)
+    """Sequences of one forward pass on one device; the rest of a batch is accumulated."""
+    learning_rate: float = Field(gt=0.0)
+    """At the end of the warm-up."""
+    schedule: Literal["linear", "cosine", "constant"]
+    """From the end of the warm-up to the last step."""
+    final_rate: float = Field(default=0.0, ge=0.0, le=1.0)
+    """Learning rate at the last step, as a part of the highest one; `constant` has none."""
+    warmup_steps: int = Field(ge=0)
+    """Steps of linear growth from 0."""
+    betas: tuple[float, float]
+    """AdamW's decay rates of the mean and of the square of the gradient."""
+    epsilon: float = Field(default=1e-8, gt=0.0)
+    """AdamW's addition to the root of the square."""
+    weight_decay: float = Field(ge=0.0)
+    decay: Literal["matrices", "matrices_and_vectors"] = "matrices"
+    """What decays: tensors of two dimensions, or also norm weights and router queries. Biases,
+    null logits and coupling strengths never do."""
+    clip_norm: float | None = Field(gt=0.0)
+    """Largest norm of the gradient; None: not clipped."""
+    gradient_checkpointing: bool = False
+    """Whether layers are computed again in the backward pass, which saves memory."""
+    weights: Literal["fp32", "bf16"]
+    """Dtype of the weights that are written in the end; training keeps fp32."""
+    log_every: int = Field(ge=1)
+    """Steps between lines of the log."""
+    save_every: int = Field(ge=1)
+    """Steps between the checkpoints that training can be resumed from."""
+    probe_every: int = Field(ge=1)
+    """Steps between probes: loss, sinks and outliers on text that is kept out of training."""
+    probe_windows: int = Field(default=8, ge=1)
+    """Sequences of that text."""
+
+    @field_validator("betas")
+    @classmethod
+    def _betas_are_rates(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError("both must be at least 0 and below 1")
+        return betas
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        names = [(source.name, source.split) for source in self.data]
+        if len(set(names)) < len(names):
+            raise ValueError("'data' names one text twice")
+        shares = [source.share for source in self.data if source.share is not None]
+        if shares and (len(shares) < len(self.data) or abs(sum(shares) - 1.0) > 1e-6):
+            raise ValueError("'share' must be given for every text and add up to 1, or for none")
+        if self.batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} is no multiple of micro_batch_size "
+                f"{self.micro_batch_size}"
+            )
+        if self.save_every % self.log_every:
+            raise ValueError(
+                f"save_every {self.save_every} is no multiple of log_every {self.log_every}; a "
+                "resumed run could not repeat the mean losses of the log"
+            )
+        if self.schedule == "constant" and self.final_rate != 0.0:
+            raise ValueError("'final_rate' does not apply to schedule 'constant'")
         return self

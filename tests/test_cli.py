@@ -309,7 +309,7 @@ def test_numbers_of_questions_and_texts_in_one_call(
     [
         (("--scheme", "w8a9b"), ("unknown scheme 'w8a9b'",)),
         (("--scheme", "w8a88"), ("scheme",)),
-        (("--scheme", "w4a4-static"), ("w4a4-static-linear",)),
+        (("--scheme", "w4a16-static"), ("static ranges need", "w4a16")),
         (("--scheme", ","), ("--scheme ','", "separated by commas")),
         (("--scheme", "gone.yaml"), ("gone.yaml", "cannot be read")),
         (("--task", "wikitext"), ("unknown task 'wikitext'", "wikitext2")),

@@ -543,23 +543,13 @@ def test_a_checkpoint_that_cannot_be_loaded_leaves_no_record(run: Runner, tmp_pa
     assert len(list(run.out.glob("*.json"))) == 1
 
 
-def test_a_backend_that_cannot_is_a_record_without_loading(
-    run: Runner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_cannot_is_a_record_without_loading(run: Runner) -> None:
     """`unsupported` with the reason; the other schemes run, and it is not asked again."""
-    foreign = schemes.resolve("w8a8").model_copy(
-        update={"name": "w8a8-full", "regions": ("linear_inputs", "residual")}
-    )
-    known = schemes.resolve
-    monkeypatch.setattr(
-        schemes, "resolve", lambda name: foreign if name == "w8a8-full" else known(name)
-    )
-
-    call = run(schemes=["w8a8-full", "fp32"])
-    again = run(schemes=["w8a8-full"])
+    call = run(schemes=["bnb-w4a4", "fp32"])
+    again = run(schemes=["bnb-w4a4"])
 
     assert [record.status for record in call.report.records] == ["unsupported", "ok"]
-    assert "region residual" in str(call.report.records[0].reason)
+    assert "bitsandbytes" in str(call.report.records[0].reason)
     assert (again.num_forward, again.report.num_loads, again.report.num_reused) == (0, 0, 1)
 
 
@@ -590,7 +580,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
     ("changes", "kind", "message"),
     [
         ({"schemes": ["w9a9"]}, UnknownNameError, "unknown scheme 'w9a9'"),
-        ({"schemes": ["fp32", "w8a8-static"]}, UnsupportedSchemeError, "w8a8-static-linear"),
+        ({"schemes": ["fp32", "w8a16-static"]}, UnsupportedSchemeError, "use 'w8a16'"),
         ({"tasks": ["wikitext"]}, UnknownNameError, "did you mean wikitext2"),
         ({"protocols": ["gptq"]}, UnknownNameError, "unknown protocol 'gptq'"),
         ({"protocols": ["gptq-1"]}, SpecError, "a window of 1 tokens scores nothing"),

@@ -50,15 +50,25 @@ def tasks() -> None:
 
 
 def schemes() -> None:
-    """List the quantization schemes."""
+    """List the quantization schemes, what runs them, and what cannot run here and why."""
+    from oasis_eval.quant.names import GRAMMAR
     from oasis_eval.quant.schemes import presets
+    from oasis_eval.quant.support import unsupported
 
-    rows = [(name, scheme.description) for name, scheme in presets().items()]
-    output.print_rows(("scheme", "meaning"), rows)
-    print(  # noqa: T201 - the command's output
-        "\nAny wXaY with 2 to 8 or 16 bits is a name, and so is wXaY-gN with groups of N inputs; "
-        "others are YAML files."
-    )
+    rows, refused = [], []
+    for name, scheme in presets().items():
+        reason = unsupported(scheme)
+        backend = "-" if scheme.backend == "none" else scheme.backend
+        rows.append((name, backend if reason is None else "not here", scheme.description))
+        refused += [reason] if reason is not None else []
+    output.print_rows(("scheme", "backend", "meaning"), rows)
+    lines = [
+        "",
+        *refused,
+        f"Any name of the form {GRAMMAR} is a scheme; X and Y are 2 to 8 or 16 bits.",
+        "Others are YAML files. Without -real, quantized values are computed in floating point.",
+    ]
+    print("\n".join(lines))  # noqa: T201 - the command's output
 
 
 def convert(

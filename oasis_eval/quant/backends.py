@@ -1,15 +1,17 @@
-"""What every quantization backend offers, and which backend runs a scheme.
+"""What every quantization backend offers, which backend runs a scheme, and the way in.
 
-A new backend is one module and one line in `backend_for`; its heavy library is imported there and
-nowhere else.
+A new backend is one module, one line in `backend_for`, and one function in `support.py` that says
+what it cannot do; its heavy library is imported in its module and nowhere else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from oasis_eval.errors import UnsupportedSchemeError
+from oasis_eval.quant.support import unsupported
 from oasis_eval.record import Coverage
 from oasis_eval.spec import QuantScheme
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from oasis_eval.quant.calibrate import Batch
+    from oasis_eval.quant.transforms import Transformed
+    from oasis_eval.quant.weights import WeightCodes
 
 
 class Applied(Protocol):
@@ -47,19 +51,29 @@ class Applied(Protocol):
 class Backend(Protocol):
     """One way to run quantized models."""
 
-    def unsupported(self, scheme: QuantScheme) -> str | None:
-        """Return why `scheme` cannot be run, before anything is loaded; None if it can."""
-        ...
-
     def apply_(
         self,
         model: nn.Module,
         scheme: QuantScheme,
         batches: Sequence[Batch] | None,
         *,
+        codes: Mapping[str, WeightCodes],
         keep_reference: bool,
     ) -> Applied:
-        """Quantize `model` in place."""
+        """Quantize `model` in place.
+
+        Args:
+            model: Any Hugging Face causal language model.
+            scheme: What to quantize; `support.unsupported` has found nothing against it.
+            batches: Calibration text; needed by static activation ranges only.
+            codes: Codes that are decided already, by layer name; others round to nearest.
+            keep_reference: Whether to keep the original weights, so that `undo` works.
+
+        Raises:
+            SpecError: A skip pattern matches nothing.
+            QuantizationError: Nothing would be quantized, a layer cannot be, calibration failed,
+                or no weight changed and activations are left alone.
+        """
         ...
 
 
@@ -102,8 +116,37 @@ def quantize_(
         SpecError: A skip pattern matches no module.
         QuantizationError: Nothing would be quantized, a layer cannot be, or calibration failed.
     """
-    backend = backend_for(scheme)
-    reason = backend.unsupported(scheme)
+    from oasis_eval.quant.transforms import transform_
+
+    reason = unsupported(scheme)
     if reason is not None:
         raise UnsupportedSchemeError(reason)
-    return backend.apply_(model, scheme, batches, keep_reference=keep_reference)
+    backend = backend_for(scheme)
+    transformed = transform_(model, scheme, batches)
+    try:
+        applied = backend.apply_(
+            model, scheme, batches, codes=transformed.codes, keep_reference=keep_reference
+        )
+    except BaseException:
+        transformed.undo()
+        raise
+    return _AppliedTransformed(applied, transformed) if scheme.transforms else applied
+
+
+@dataclass(frozen=True, slots=True)
+class _AppliedTransformed:
+    """A scheme in effect on a transformed model."""
+
+    applied: Applied
+    transformed: Transformed
+
+    @property
+    def coverage(self) -> Coverage:
+        return self.applied.coverage
+
+    def verify(self) -> tuple[str, ...]:
+        return self.applied.verify()
+
+    def undo(self) -> None:
+        self.applied.undo()
+        self.transformed.undo()

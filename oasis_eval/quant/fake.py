@@ -7,13 +7,13 @@ parameters that were there before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from oasis_eval.errors import QuantizationError, UnsupportedSchemeError
+from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.activations import (
     ActivationQuantizer,
     SequenceQuantizer,
@@ -31,8 +31,8 @@ from oasis_eval.quant.layers import (
 from oasis_eval.quant.padding import PaddingContext
 from oasis_eval.quant.primitives import Range
 from oasis_eval.quant.ranges import fake_quantize_weight
-from oasis_eval.quant.schemes import refusal
 from oasis_eval.quant.targets import Selection, Target, quantizes_inputs, quantizes_outputs, select
+from oasis_eval.quant.weights import WeightCodes, decode
 from oasis_eval.record import Coverage
 from oasis_eval.spec import QuantScheme
 
@@ -42,44 +42,23 @@ Ranges = dict[tuple[str, str], Range]
 class FakeBackend:
     """Runs every integer format of `linear_inputs`, `linear_outputs` and `lm_head`."""
 
-    def unsupported(self, scheme: QuantScheme) -> str | None:
-        """Return why `scheme` cannot be run, or None if it can."""
-        if scheme.execution == "none":
-            return f"scheme {scheme.name!r}: a reference scheme quantizes nothing"
-        return refusal(scheme)
-
     def apply_(
         self,
         model: nn.Module,
         scheme: QuantScheme,
         batches: Sequence[Batch] | None,
         *,
+        codes: Mapping[str, WeightCodes],
         keep_reference: bool,
     ) -> FakeApplied:
-        """Quantize `model` in place.
-
-        Args:
-            model: Any Hugging Face causal language model.
-            scheme: What to quantize.
-            batches: Calibration text; needed by static activation ranges only.
-            keep_reference: Whether to keep the original weights, so that `undo` works.
-
-        Raises:
-            UnsupportedSchemeError: The scheme is not one of this backend.
-            SpecError: A skip pattern matches nothing.
-            QuantizationError: Nothing would be quantized, a layer cannot be, calibration failed,
-                or no weight changed and activations are left alone.
-        """
-        reason = self.unsupported(scheme)
-        if reason is not None:
-            raise UnsupportedSchemeError(reason)
+        """Quantize `model` in place; see `backends.Backend.apply_`."""
         selection = select(model, scheme)
         for target in selection.targets:
             if not bool(torch.isfinite(target.weight).all()):
                 raise QuantizationError(f"{target.name}: the weight holds non-finite values")
         coverage = report(scheme, selection, list(model.parameters()))
         ranges = _static_ranges(model, scheme, selection, batches)
-        applied = FakeApplied(scheme=scheme, coverage=coverage, ranges=ranges)
+        applied = FakeApplied(scheme=scheme, coverage=coverage, ranges=ranges, codes=codes)
         try:
             applied.attach_(model, selection, keep_reference=keep_reference)
         except BaseException:
@@ -106,6 +85,8 @@ class FakeApplied:
     coverage: Coverage
     ranges: Ranges
     """Static ranges by (module, "input" or "output"), as calibrated."""
+    codes: Mapping[str, WeightCodes] = field(default_factory=dict)
+    """Codes that are decided already, by layer name."""
     session: Session = field(default_factory=Session)
     padding: PaddingContext = field(default_factory=PaddingContext)
     weights_changed: bool = False
@@ -201,7 +182,10 @@ class FakeApplied:
         if self.scheme.weights is None:
             return None
         before = target.weight.detach()
-        if target.is_transposed:
+        if target.name in self.codes:
+            after = decode(self.codes[target.name], before.dtype)
+            after = after.T.contiguous() if target.is_transposed else after
+        elif target.is_transposed:
             after = fake_quantize_weight(before.T, self.scheme.weights).T.contiguous()
         else:
             after = fake_quantize_weight(before, self.scheme.weights)

@@ -10,17 +10,22 @@ import torch
 from torch import Tensor, nn
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-from oasis_eval.errors import QuantizationError, UnsupportedSchemeError
+from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.backends import quantize_
 from oasis_eval.quant.calibrate import Batch
-from oasis_eval.quant.fake import FakeApplied, FakeBackend
+from oasis_eval.quant.fake import FakeApplied
 from oasis_eval.quant.primitives import fake_quantize
 from oasis_eval.quant.ranges import fake_quantize_weight
 from oasis_eval.quant.schemes import presets, resolve
+from oasis_eval.quant.support import unsupported
 from oasis_eval.spec import QuantScheme, TensorFormat
 from tests.quant.conftest import VOCABULARY, build_llama, logits_of, nll_of
 
-QUANTIZING = [name for name, scheme in presets().items() if scheme.execution != "none"]
+QUANTIZING = [
+    name
+    for name, scheme in presets().items()
+    if scheme.backend == "fake" and unsupported(scheme) is None
+]
 
 
 def test_three_widths_are_three_models(llama: LlamaForCausalLM, ids_BT: Tensor) -> None:
@@ -396,9 +401,3 @@ def test_gradients_stop_at_quantized_inputs(llama: LlamaForCausalLM, ids_BT: Ten
     logits = llama(input_ids=ids_BT).logits
 
     assert bool(torch.isfinite(logits).all())
-
-
-def test_a_reference_scheme_is_not_applied(llama: LlamaForCausalLM) -> None:
-    """The backend does not pretend to run what quantizes nothing."""
-    with pytest.raises(UnsupportedSchemeError, match="quantizes nothing"):
-        FakeBackend().apply_(llama, resolve("fp32"), None, keep_reference=True)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
 from oasis_eval.errors import SpecError, UnknownNameError, UnsupportedSchemeError
 from oasis_eval.quant.backends import backend_for, quantize_
-from oasis_eval.quant.fake import FakeBackend
-from oasis_eval.quant.schemes import describe, presets, refusal, refused, resolve
-from oasis_eval.spec import Calibration, QuantScheme, Region, TensorFormat
+from oasis_eval.quant.schemes import describe, presets, resolve
+from oasis_eval.quant.support import unsupported
+from oasis_eval.spec import (
+    Calibration,
+    Gptq,
+    Hadamard,
+    QuantScheme,
+    Region,
+    SmoothQuant,
+    TensorFormat,
+)
 
 PRESETS = {
     "fp32": "reference in fp32, nothing quantized",
@@ -45,10 +54,16 @@ PRESETS = {
 
 
 def test_the_presets_are_these() -> None:
-    """Every listed preset with what it means, in order."""
+    """The listed presets with what they mean, in order."""
     found = {name: scheme.description for name, scheme in presets().items()}
 
-    assert list(PRESETS.items()) == list(found.items())
+    assert list(PRESETS.items()) == list(found.items())[: len(PRESETS)]
+    assert "after GPTQ; weights 4 bits" in found["w4a4-gptq"]
+    assert "full graph 8 bits asymmetric per tensor" in found["w8a8-static"]
+    assert "power-of-two scales" in found["mxfp4"]
+    assert found["llm-int8"].endswith(
+        "input columns beyond 6 in floating point; run by bitsandbytes"
+    )
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -89,68 +104,64 @@ def test_any_width_of_the_grammar_is_a_scheme(
         assert fmt is None or fmt.group_size == group
 
 
-REFUSED = {
-    "nf4": "scheme 'nf4': 4-bit normal-float weights (bitsandbytes) cannot be run by this version; "
-    "the nearest is 'w4a16-g128'",
-    "fp4": "scheme 'fp4': 4-bit float weights (bitsandbytes) cannot be run by this version; "
-    "the nearest is 'w4a16-g128'",
-    "llm-int8": "scheme 'llm-int8': 8-bit weights and activations with an outlier split "
-    "(bitsandbytes) cannot be run by this version; the nearest is 'w8a8'",
-    "fp8": "scheme 'fp8': 8-bit float weights and activations cannot be run by this version; "
-    "the nearest is 'w8a8'",
-    "mxfp4": "scheme 'mxfp4': 4-bit floats in blocks of 32 with power-of-two scales cannot be run "
-    "by this version; the nearest is 'w4a4-g32'",
-    "nvfp4": "scheme 'nvfp4': 4-bit floats in blocks of 16 with 8-bit float scales cannot be run "
-    "by this version; the nearest is 'w4a4-g16'",
-    "w8a8-static": "scheme 'w8a8-static': static ranges over the full graph (attention internals, "
-    "residual, depth) cannot be run by this version; the nearest is 'w8a8-static-linear'",
-    "w4a4-static": "scheme 'w4a4-static': static ranges over the full graph (attention internals, "
-    "residual, depth) cannot be run by this version; the nearest is 'w4a4-static-linear'",
-}
-for _base in ("w8a8", "w4a4"):
-    for _suffix, _what in {
-        "smooth": "quantization after SmoothQuant",
-        "rot": "quantization after a Hadamard rotation",
-        "gptq": "GPTQ weights",
-        "real": "real execution (integer codes and integer products)",
-    }.items():
-        REFUSED[f"{_base}-{_suffix}"] = (
-            f"scheme '{_base}-{_suffix}': {_what} cannot be run by this version; "
-            f"the nearest is '{_base}'"
-        )
-COMPOSED = {
-    "w4a4-rot-gptq": "scheme 'w4a4-rot-gptq': quantization after a Hadamard rotation and GPTQ "
-    "weights cannot be run by this version; the nearest is 'w4a4'",
-    "w4a16-g64-gptq": "scheme 'w4a16-g64-gptq': GPTQ weights cannot be run by this version; "
-    "the nearest is 'w4a16-g64'",
-    "w16a16": "scheme 'w16a16': it quantizes nothing; use 'fp32', 'bf16' or 'fp16'",
-    "w8a8-g64-static-linear": "scheme 'w8a8-g64-static-linear': static ranges have no groups; "
-    "use 'w8a8-static-linear'",
-    "w8a16-static-linear": "scheme 'w8a16-static-linear': static ranges need activations of 2 to "
-    "8 bits; use 'w8a16'",
+CONTRADICTIONS = {
+    "w16a16": "it quantizes nothing; use 'fp32', 'bf16' or 'fp16'",
+    "w8a8-g64-static-linear": "static ranges have no groups; use 'w8a8-static-linear'",
+    "w8a8-g64-static": "static ranges have no groups; use 'w8a8-static'",
+    "w8a16-static-linear": "static ranges need activations of 2 to 8 bits; use 'w8a16'",
+    "fp8-static": "static ranges are integers'; use 'fp8'",
+    "mxfp4-g64": "its groups are part of the format; use 'mxfp4'",
+    "w16a8-gptq": "GPTQ rounds weights, which it leaves alone; use 'w16a8'",
+    "w4a16-smooth": "SmoothQuant is for activations, which it leaves alone; use 'w4a16'",
+    "quanto-w8a8-real": "quanto is real execution anyway; use 'quanto-w8a8'",
 }
 
 
-def test_the_refused_names_are_these() -> None:
-    """Every known name that cannot be run, with its reason."""
-    assert dict(refused()) == REFUSED
-
-
-@pytest.mark.parametrize(("name", "message"), [*REFUSED.items(), *COMPOSED.items()])
-def test_a_refused_name_says_why(name: str, message: str) -> None:
-    """One line: what it is, that it cannot be run, what is nearest."""
+@pytest.mark.parametrize(("name", "message"), CONTRADICTIONS.items())
+def test_a_name_that_contradicts_itself_says_why(name: str, message: str) -> None:
+    """One line: what does not go together, and a name that means something."""
     with pytest.raises(UnsupportedSchemeError) as caught:
         resolve(name)
 
-    assert str(caught.value) == message
+    assert str(caught.value) == f"scheme {name!r}: {message}"
+    resolve(message.rsplit("'", 2)[1])
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_nearest_scheme_of_a_refusal_exists(name: str) -> None:
-    """The name that a refusal proposes can be run."""
-    nearest = refused()[name].rsplit("'", 2)[1]
+def test_a_composed_name_has_every_part() -> None:
+    """Groups, transforms with their constants in their order, execution."""
+    scheme = resolve("w4a8-g128-smooth0.75-rot-gptq-real")
+    expected = QuantScheme(
+        name="w4a8-g128-smooth0.75-rot-gptq-real",
+        description=describe(scheme),
+        backend="torch",
+        execution="real",
+        weights=TensorFormat(bits=4, granularity="group", group_size=128),
+        activations=TensorFormat(bits=8, granularity="group", group_size=128, ranges="dynamic"),
+        calibration=Calibration(num_batches=4),
+        transforms=(SmoothQuant(alpha=0.75), Hadamard(), Gptq()),
+    )
 
-    assert refusal(resolve(nearest)) is None
+    assert expected == scheme
+
+
+def test_the_full_graph_leaves_out_head_weights_and_queries() -> None:
+    """Every region but these; ranges are percentiles, running over four batches."""
+    scheme = resolve("w4a4-static")
+    activations = TensorFormat(
+        bits=4,
+        granularity="tensor",
+        symmetric=False,
+        ranges="running_minmax",
+        percentile=99.999,
+        momentum=0.9,
+    )
+
+    assert set(get_args(Region)) - set(scheme.regions) == {
+        "lm_head",
+        "depth_weights",
+        "depth_query",
+    }
+    assert (scheme.activations, scheme.calibration) == (activations, Calibration(num_batches=4))
 
 
 @pytest.mark.parametrize("name", ["w9a9", "w8a8-foo", "w1a4", "w8a8-g0", "w8a8-", "int8", "", "w8"])
@@ -195,7 +206,7 @@ def test_a_scheme_is_read_from_yaml(tmp_path: Path) -> None:
         "weights 3 bits asymmetric per group of 32 inputs, min-max; "
         "linear inputs, lm head 8 bits symmetric per input channel, percentile 99.9"
     )
-    assert FakeBackend().unsupported(scheme) is None
+    assert unsupported(scheme) is None
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -242,58 +253,16 @@ def test_a_missing_file_is_an_error() -> None:
         resolve("nowhere.yaml")
 
 
-FOREIGN: list[Region] = [
-    "attention_scores",
-    "attention_probs",
-    "attention_context",
-    "attention_gate",
-    "kv_cache",
-    "depth_router",
-    "depth_weights",
-    "depth_sources",
-    "residual",
-    "embedding",
-]
-WEIGHTS = {"bits": 8, "granularity": "channel"}
+def test_what_a_backend_cannot_do_is_named_before_anything_loads() -> None:
+    """Backends with one execution only are not given the other."""
+    weights = TensorFormat(bits=8, granularity="channel")
+    scheme = QuantScheme(name="mine", backend="fake", execution="real", weights=weights)
 
-
-@pytest.mark.parametrize("region", FOREIGN)
-def test_other_regions_are_refused_by_name(region: Region, tmp_path: Path) -> None:
-    """A region that cannot be quantized is never dropped from a scheme."""
-    path = write(
-        tmp_path / "x.yaml",
-        {"name": "mine", "weights": WEIGHTS, "regions": ["linear_inputs", region]},
+    assert unsupported(scheme) == (
+        "scheme 'mine': backend 'fake' has execution 'fake' only; real execution is backend 'torch'"
     )
-
-    with pytest.raises(UnsupportedSchemeError) as caught:
-        resolve(path)
-
-    assert str(caught.value) == (
-        f"{path}: scheme 'mine': region {region} cannot be quantized by this version; it can do "
-        "linear_inputs, linear_outputs, lm_head"
-    )
-
-
-@pytest.mark.parametrize(
-    ("backend", "execution", "message"),
-    [
-        ("torch", "real", "real execution cannot be run"),
-        ("fake", "real", "real execution cannot be run"),
-        ("bitsandbytes", "fake", "backend 'bitsandbytes' cannot be run"),
-        ("quanto", "fake", "backend 'quanto' cannot be run"),
-        ("torchao", "fake", "backend 'torchao' cannot be run"),
-    ],
-)
-def test_other_backends_are_refused_by_name(
-    backend: str, execution: str, message: str, tmp_path: Path
-) -> None:
-    """Neither execution nor backend is replaced by another."""
-    fields = {"name": "mine", "backend": backend, "execution": execution, "weights": WEIGHTS}
-    scheme = QuantScheme.model_validate(fields)
-
-    with pytest.raises(UnsupportedSchemeError, match=message):
-        resolve(write(tmp_path / "x.yaml", fields))
-    assert message in str(FakeBackend().unsupported(scheme))
+    with pytest.raises(UnsupportedSchemeError, match="execution 'fake' only"):
+        quantize_(None, scheme)  # type: ignore[arg-type]  # refused before it is looked at
 
 
 def test_a_reference_scheme_has_no_backend() -> None:
@@ -302,22 +271,14 @@ def test_a_reference_scheme_has_no_backend() -> None:
 
     with pytest.raises(UnsupportedSchemeError, match="backend 'none'"):
         backend_for(scheme)
-    assert "quantizes nothing" in str(FakeBackend().unsupported(scheme))
-    assert refusal(scheme) is None
-
-
-def test_quantize_refuses_what_the_backend_cannot_do() -> None:
-    """The refusal comes before the model is looked at."""
-    scheme = resolve("w8a8").model_copy(update={"name": "mine", "regions": ("residual",)})
-
-    with pytest.raises(UnsupportedSchemeError, match="region residual"):
-        quantize_(None, scheme)  # type: ignore[arg-type]
+    assert unsupported(scheme) is None
 
 
 def test_schemes_need_no_torch() -> None:
     """Listing and resolving schemes imports neither torch nor transformers."""
     code = (
-        "import sys; from oasis_eval.quant import schemes, backends; schemes.presets(); "
+        "import sys; from oasis_eval.quant import schemes, backends, support; "
+        "[support.unsupported(scheme) for scheme in schemes.presets().values()]; "
         "schemes.resolve('w4a4-g32'); sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
 

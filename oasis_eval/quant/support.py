@@ -1,0 +1,73 @@
+"""Which backend can run which scheme here, and why not: known before anything is loaded.
+
+One function a backend, without torch and without importing the backend's library, so that listing
+schemes costs nothing and a grid knows its impossible cells before it starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from oasis_eval.spec import Backend, QuantScheme, Region
+
+_FAKE_REGIONS: frozenset[Region] = frozenset({"linear_inputs", "linear_outputs", "lm_head"})
+
+
+def unsupported(scheme: QuantScheme) -> str | None:
+    """Return in one line why `scheme` cannot be run here; None: it can.
+
+    A reference scheme quantizes nothing and needs no backend.
+    """
+    if scheme.execution == "none":
+        return None
+    reason = _REASONS.get(scheme.backend, _unknown)(scheme)
+    return None if reason is None else f"scheme {scheme.name!r}: {reason}"
+
+
+def _fake(scheme: QuantScheme) -> str | None:
+    if scheme.execution != "fake":
+        return "backend 'fake' has execution 'fake' only; real execution is backend 'torch'"
+    foreign = [region for region in scheme.regions if region not in _FAKE_REGIONS]
+    if foreign:
+        return f"region {', '.join(foreign)} cannot be quantized by this version"
+    if scheme.transforms:
+        kinds = ", ".join(transform.kind for transform in scheme.transforms)
+        return f"transform {kinds} cannot be run by this version"
+    for fmt in (scheme.weights, scheme.activations):
+        if fmt is not None and fmt.type != "int":
+            return f"type {fmt.type} cannot be run by this version"
+    if scheme.outlier_threshold is not None:
+        return "'outlier_threshold' belongs to backend 'bitsandbytes'"
+    return None
+
+
+def _torch(scheme: QuantScheme) -> str | None:
+    return "real execution cannot be run by this version; use 'fake'"
+
+
+def _bitsandbytes(scheme: QuantScheme) -> str | None:
+    return "backend 'bitsandbytes' cannot be run by this version; use 'fake'"
+
+
+def _quanto(scheme: QuantScheme) -> str | None:
+    return "backend 'quanto' cannot be run by this version; use 'fake'"
+
+
+def _torchao(scheme: QuantScheme) -> str | None:
+    return "backend 'torchao' cannot be run by this version; use 'fake'"
+
+
+def _unknown(scheme: QuantScheme) -> str | None:
+    return f"backend {scheme.backend!r} is only a name in imported results"
+
+
+_REASONS: Mapping[Backend, Callable[[QuantScheme], str | None]] = MappingProxyType(
+    {
+        "fake": _fake,
+        "torch": _torch,
+        "bitsandbytes": _bitsandbytes,
+        "quanto": _quanto,
+        "torchao": _torchao,
+    }
+)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
 from oasis_eval.quant.targets import Selection, Target, quantizes_inputs
 from oasis_eval.record import Coverage, ModuleCoverage
-from oasis_eval.spec import QuantScheme, TensorFormat
+from oasis_eval.spec import QuantScheme, ScaleType, TensorFormat
 
-_SCALE_BITS = 32
+_SCALE_BITS: Mapping[ScaleType, int] = MappingProxyType({"fp32": 32, "e8m0": 8, "e4m3": 8})
+COPY_NOTE = "a copy of the weight is quantized; it is tied to a layer that is not"
+_TOP_SCALE_BITS = 32
+"""Of the scale above the e4m3 scales of a tensor."""
 
 
 def weight_bits_stored(num_outputs: int, num_inputs: int, fmt: TensorFormat) -> int:
-    """Return the bits that a weight's codes, fp32 scales and zero points take in storage.
+    """Return the bits that a weight's codes, scales and zero points take in storage.
 
     Codes are packed without gaps, to whole bytes per weight; a zero point takes a code's width.
     """
@@ -24,38 +29,67 @@ def weight_bits_stored(num_outputs: int, num_inputs: int, fmt: TensorFormat) -> 
         num_scales = num_outputs * math.ceil(num_inputs / fmt.group_size)
     else:
         num_scales = num_outputs if fmt.granularity == "channel" else 1
-    per_scale = _SCALE_BITS + (0 if fmt.symmetric else fmt.bits)
-    return 8 * math.ceil((num_outputs * num_inputs * fmt.bits + num_scales * per_scale) / 8)
+    per_scale = _SCALE_BITS[fmt.scales] + (0 if fmt.symmetric else fmt.bits)
+    top = _TOP_SCALE_BITS if fmt.scales == "e4m3" else 0
+    bits = num_outputs * num_inputs * fmt.bits + num_scales * per_scale + top
+    return 8 * math.ceil(bits / 8)
+
+
+class Layer(NamedTuple):
+    """A quantized layer in the report."""
+
+    target: Target
+    covered: ModuleCoverage
+    stored_bits: int | None
+    """Bits of its codes and scales; None where the weight is as it was."""
 
 
 def report(scheme: QuantScheme, selection: Selection, parameters: Sequence[Tensor]) -> Coverage:
-    """Make the coverage report of a scheme.
+    """Make the coverage report of a scheme that is carried out to the letter.
 
     Args:
         scheme: What was applied.
         selection: What it was applied to.
         parameters: Every parameter of the model as it was before, each once.
     """
+    layers = []
+    for target in selection.targets:
+        stored = None
+        if scheme.weights is not None:
+            stored = weight_bits_stored(*_outputs_and_inputs(target), scheme.weights)
+        layers.append(Layer(target, _covered(target, scheme), stored))
+    return assemble(selection, layers, parameters)
+
+
+def assemble(
+    selection: Selection, layers: Sequence[Layer], parameters: Sequence[Tensor]
+) -> Coverage:
+    """Make the coverage report of quantized layers.
+
+    Args:
+        selection: What was asked for.
+        layers: What became of each target.
+        parameters: Every parameter of the model as it was before, each once.
+    """
     bits_before = {id(p): 8 * p.numel() * p.element_size() for p in parameters}
     bits_after = dict(bits_before)
     copies = 0
-    if scheme.weights is not None:
-        for target in selection.targets:
-            stored = weight_bits_stored(*_outputs_and_inputs(target), scheme.weights)
-            if target.is_copy:
-                copies += stored
-            else:
-                bits_after[id(target.weight)] = stored
+    for layer in layers:
+        if layer.stored_bits is None:
+            continue
+        if layer.target.is_copy:
+            copies += layer.stored_bits
+        else:
+            bits_after[id(layer.target.weight)] = layer.stored_bits
     total = sum(bits_after.values()) + copies
-    modules = [_covered(target, scheme) for target in selection.targets]
-    modules += [
+    skipped = [
         ModuleCoverage(module=item.name, quantized=False, reason=item.reason)
         for item in selection.skipped
     ]
     return Coverage(
-        modules=tuple(modules),
+        modules=(*(layer.covered for layer in layers), *skipped),
         num_linear=selection.num_linear,
-        num_quantized=len(selection.targets),
+        num_quantized=len(layers),
         effective_weight_bits=total / sum(p.numel() for p in parameters),
         bytes_before=sum(bits_before.values()) // 8,
         bytes_after=total // 8,
@@ -78,7 +112,7 @@ def _covered(target: Target, scheme: QuantScheme) -> ModuleCoverage:
     width = num_inputs if quantizes_inputs(scheme) else num_outputs
     notes = []
     if target.is_copy and weights is not None:
-        notes.append("a copy of the weight is quantized; it is tied to a layer that is not")
+        notes.append(COPY_NOTE)
     for what, group, row in (
         ("weight", _group(weights, num_inputs), num_inputs),
         ("activation", _group(activations, width), width),

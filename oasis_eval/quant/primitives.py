@@ -1,4 +1,4 @@
-"""Integer quantization arithmetic on plain tensors: range -> grid -> codes -> values.
+"""Quantization arithmetic on plain tensors: range -> grid -> codes -> values.
 
 Everything is computed in fp32, whatever the dtype that comes in, and only the dequantized values
 are cast back. The rules, each of which keeps a property that low-bit numbers are easily robbed of:
@@ -15,6 +15,7 @@ are cast back. The rules, each of which keeps a property that low-bit numbers ar
   maps to exactly 0.
 - A range with a NaN or an infinity in it has scale NaN: everything that shares it becomes NaN,
   and a broken activation cannot pass for a quantized one.
+- The code of a float format is the number that it stores, a value of e4m3 or e2m1 (`floats.py`).
 
 Dimensions: N output channels, K inputs, R what shares nothing, M what shares one scale.
 """
@@ -28,9 +29,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from oasis_eval.spec import Granularity, TensorFormat
+from oasis_eval.quant.floats import (
+    E2M1,
+    E4M3,
+    FloatType,
+    block_scale,
+    power_of_two_scale,
+    round_,
+    top_scale,
+)
+from oasis_eval.spec import Granularity, NumberType, TensorFormat
 
 SMALLEST_SCALE = 2.0**-126
+FLOATS: Mapping[NumberType, FloatType] = MappingProxyType({"fp8_e4m3": E4M3, "fp4_e2m1": E2M1})
+"""Number types whose codes are floats."""
 _LARGEST_FP32 = float(torch.finfo(torch.float32).max)
 
 WEIGHT_DIMS: Mapping[Granularity, tuple[int, ...]] = MappingProxyType(
@@ -66,6 +78,8 @@ class Grid(NamedTuple):
     """Smallest and largest code."""
     zero_point: Tensor | None
     """Stored code of 0; None for symmetric formats, whose zero is code 0."""
+    kind: FloatType | None = None
+    """What codes are rounded to; None: integers."""
 
 
 def split_groups(x: Tensor, group_size: int | None) -> tuple[Tensor, ...]:
@@ -102,30 +116,72 @@ def minmax(x: Tensor, dims: tuple[int, ...]) -> Range:
     return Range(x.amin(dims, keepdim=True), x.amax(dims, keepdim=True))
 
 
-def make_grid(span: Range, fmt: TensorFormat, dtype: torch.dtype) -> Grid:
+def largest_of_all(x: Tensor, fmt: TensorFormat, dims: tuple[int, ...]) -> Tensor | None:
+    """Return the largest magnitude over `dims`, for formats that scale their groups' scales.
+
+    Args:
+        x: Not yet split into groups.
+        fmt: Only groups with e4m3 scales have a scale above them.
+        dims: What shares that one: all of a weight, the inputs of a token.
+
+    Returns:
+        fp32, with one dimension more than `x`, so that it broadcasts against its groups.
+    """
+    if fmt.scales != "e4m3":
+        return None
+    low, high = minmax(x, dims)
+    return torch.maximum(high, -low).float().unsqueeze(-1)
+
+
+def make_grid(
+    span: Range, fmt: TensorFormat, dtype: torch.dtype, *, largest: Tensor | None = None
+) -> Grid:
     """Return the grid that represents a range.
 
     Args:
         span: What must be representable; values outside are clipped by `snap`.
-        fmt: Bits and symmetry.
+        fmt: Type, bits and symmetry.
         dtype: What dequantized values will be cast to; it limits the levels of asymmetric grids.
+        largest: From `largest_of_all`; needed with e4m3 scales.
     """
     low, high = span.low.float(), span.high.float()
     poison = (low - low) + (high - high)
+    if fmt.type != "int":
+        kind = FLOATS[fmt.type]
+        scale = _float_scale(torch.maximum(high, -low), fmt, kind, largest)
+        return Grid(scale.add_(poison), Limits(-kind.largest, kind.largest), None, kind)
     if fmt.symmetric:
         levels = 2 ** (fmt.bits - 1) - 1
-        largest = _LARGEST_FP32 / levels * (1 - 2.0**-22)
-        scale = torch.maximum(high, -low).div(levels).clamp_(SMALLEST_SCALE, largest)
-        return Grid(scale.add_(poison), Limits(-levels, levels), None)
+        return Grid(
+            _true_scale(torch.maximum(high, -low), levels).add_(poison),
+            Limits(-levels, levels),
+            None,
+        )
     levels = 2**fmt.bits - 1
     low, high = low.clamp(max=0.0), high.clamp(min=0.0)
     # Halved, because the width of a finite range can be infinite.
     scale = ((high / 2 - low / 2) / levels * 2).clamp_(min=SMALLEST_SCALE).add_(poison)
     zero_point = torch.round(-low / scale).clamp_(0, levels)
-    largest = min(_LARGEST_FP32, float(torch.finfo(dtype).max)) * (1 - 2.0**-22)
-    limit = torch.floor(largest / scale)
+    limit = torch.floor(min(_LARGEST_FP32, float(torch.finfo(dtype).max)) * (1 - 2.0**-22) / scale)
     limits = torch.maximum(-zero_point, -limit), torch.minimum(levels - zero_point, limit)
     return Grid(scale, limits, zero_point)
+
+
+def _true_scale(magnitude: Tensor, levels: int) -> Tensor:
+    """Return the scale that takes the largest code to the largest magnitude."""
+    largest = _LARGEST_FP32 / levels * (1 - 2.0**-22)
+    return magnitude.div(levels).clamp_(SMALLEST_SCALE, largest)
+
+
+def _float_scale(
+    magnitude: Tensor, fmt: TensorFormat, kind: FloatType, largest: Tensor | None
+) -> Tensor:
+    if fmt.scales == "e8m0":
+        return power_of_two_scale(magnitude)
+    if fmt.scales == "e4m3":
+        assert largest is not None, "e4m3 scales need the largest magnitude of all groups"
+        return block_scale(magnitude, top_scale(largest))
+    return _true_scale(magnitude, kind.largest)
 
 
 def codes_of(x: Tensor, grid: Grid, *, clip: bool) -> Tensor:
@@ -139,7 +195,10 @@ def codes_of(x: Tensor, grid: Grid, *, clip: bool) -> Tensor:
     """
     # The scale stays a tensor on the device: CUDA divides by a host number by multiplying with
     # its reciprocal.
-    codes = torch.div(x, grid.scale).round_()
+    codes = torch.div(x, grid.scale)
+    if grid.kind is not None:
+        return round_(codes, grid.kind)  # saturates, since rounded scales let values through
+    codes.round_()
     if clip:
         if isinstance(grid.limits, Limits):
             codes.clamp_(grid.limits.lowest, grid.limits.highest)
@@ -155,7 +214,11 @@ def snap(x: Tensor, grid: Grid, *, clip: bool) -> Tensor:
 
 
 def encode(x: Tensor, grid: Grid) -> Tensor:
-    """Return stored codes: int8 of a symmetric grid, uint8 (zero point added) of another."""
+    """Return stored codes: int8 of a symmetric grid, uint8 (zero point added) of another.
+
+    Integer formats only.
+    """
+    assert grid.kind is None
     codes = codes_of(x.float(), grid, clip=True)
     if grid.zero_point is None:
         return codes.to(torch.int8)
@@ -173,16 +236,25 @@ def decode(codes: Tensor, grid: Grid, dtype: torch.dtype) -> Tensor:
 def fake_quantize(x: Tensor, fmt: TensorFormat, dims: tuple[int, ...]) -> Tensor:
     """Quantize and dequantize with the extremes of `x` itself as range.
 
+    Where groups have e4m3 scales, each row (token) has a scale above them, so that what else is in
+    the batch does not matter.
+
     Args:
         x: Floating point, at least two-dimensional.
-        fmt: Bits, symmetry and group size.
+        fmt: Type, bits, symmetry and group size.
         dims: Dimensions that share a scale, from `WEIGHT_DIMS` or `ACTIVATION_DIMS`.
 
     Returns:
         A new tensor of the shape and dtype of `x`.
     """
+    work = x.float()
+    largest = largest_of_all(work, fmt, (-1,))
     parts = [
-        snap(part, make_grid(minmax(part, dims), fmt, x.dtype), clip=not fmt.symmetric)
-        for part in split_groups(x.float(), fmt.group_size)
+        snap(
+            part,
+            make_grid(minmax(part, dims), fmt, x.dtype, largest=largest),
+            clip=not fmt.symmetric,
+        )
+        for part in split_groups(work, fmt.group_size)
     ]
     return join_groups(parts, x.shape).to(x.dtype)

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from oasis_eval.quant.primitives import (
     WEIGHT_DIMS,
+    Grid,
     Range,
     join_groups,
+    largest_of_all,
     make_grid,
     minmax,
     snap,
@@ -84,19 +86,28 @@ def percentile_range(ends: Tails, count: int, percentile: float) -> Range:
     return Range(at(ends.smallest_RK), at(ends.largest_RK))
 
 
-def clipping_errors(x: Tensor, span: Range, fmt: TensorFormat, dims: tuple[int, ...]) -> Tensor:
+def clipping_errors(
+    x: Tensor,
+    span: Range,
+    fmt: TensorFormat,
+    dims: tuple[int, ...],
+    *,
+    largest: Tensor | None = None,
+) -> Tensor:
     """Return the squared error of every clipping ratio, summed over `dims` in float64.
 
     Errors are relative to the squared end of the range, so that tiny values do not underflow.
+    `largest` is that of `make_grid`.
 
     Returns:
         [ratios, ...] with the dimensions of `span`.
     """
-    largest = torch.maximum(span.high, -span.low)
-    unit = torch.where(largest > 0, largest, torch.ones_like(largest))
+    end = torch.maximum(span.high, -span.low)
+    unit = torch.where(end > 0, end, torch.ones_like(end))
     errors = []
     for ratio in CLIPPING_RATIOS:
-        grid = make_grid(Range(span.low * ratio, span.high * ratio), fmt, torch.float32)
+        clipped = Range(span.low * ratio, span.high * ratio)
+        grid = make_grid(clipped, fmt, torch.float32, largest=largest)
         error = snap(x, grid, clip=True).sub_(x).div_(unit)
         errors.append(error.square_().sum(dims, keepdim=True, dtype=torch.float64))
     return torch.stack(errors)
@@ -109,11 +120,16 @@ def best_clipping(errors: Tensor, span: Range) -> Range:
     return Range(span.low * ratio, span.high * ratio)
 
 
-def weight_range(x: Tensor, fmt: TensorFormat, dims: tuple[int, ...]) -> Range:
-    """Return the range of a weight (or of its groups) as the format estimates it."""
+def weight_range(
+    x: Tensor, fmt: TensorFormat, dims: tuple[int, ...], *, largest: Tensor | None = None
+) -> Range:
+    """Return the range of a weight (or of its groups) as the format estimates it.
+
+    `largest` is that of `make_grid`.
+    """
     span = minmax(x, dims)
     if fmt.ranges == "mse":
-        return best_clipping(clipping_errors(x, span, fmt, dims), span)
+        return best_clipping(clipping_errors(x, span, fmt, dims, largest=largest), span)
     if fmt.ranges == "percentile":
         x_RM = x.flatten(-len(dims)).flatten(0, -2) if x.dim() > len(dims) else x.reshape(1, -1)
         count = x_RM.shape[-1]
@@ -124,12 +140,26 @@ def weight_range(x: Tensor, fmt: TensorFormat, dims: tuple[int, ...]) -> Range:
     return span
 
 
+def weight_grids(weight_NK: Tensor, fmt: TensorFormat) -> list[tuple[Tensor, Grid]]:
+    """Return the parts of a weight [N, K] in fp32, from `split_groups`, and their grids."""
+    dims = WEIGHT_DIMS[fmt.granularity]
+    work_NK = weight_NK.float()
+    largest = largest_of_all(work_NK, fmt, (-2, -1))
+    grids = []
+    for part in split_groups(work_NK, fmt.group_size):
+        span = weight_range(part, fmt, dims, largest=largest)
+        grids.append((part, make_grid(span, fmt, weight_NK.dtype, largest=largest)))
+    return grids
+
+
+def clips_weights(fmt: TensorFormat) -> bool:
+    """Return whether weights may lie outside of the range that the format estimates."""
+    return not fmt.symmetric or fmt.ranges != "minmax"
+
+
 def fake_quantize_weight(weight_NK: Tensor, fmt: TensorFormat) -> Tensor:
     """Quantize and dequantize a weight [N, K]; a new tensor of the same dtype."""
-    dims = WEIGHT_DIMS[fmt.granularity]
-    clip = not fmt.symmetric or fmt.ranges != "minmax"
-    parts = []
-    for part in split_groups(weight_NK.float(), fmt.group_size):
-        grid = make_grid(weight_range(part, fmt, dims), fmt, weight_NK.dtype)
-        parts.append(snap(part, grid, clip=clip))
+    parts = [
+        snap(part, grid, clip=clips_weights(fmt)) for part, grid in weight_grids(weight_NK, fmt)
+    ]
     return join_groups(parts, weight_NK.shape).to(weight_NK.dtype)

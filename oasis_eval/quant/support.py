@@ -31,15 +31,20 @@ def _fake(scheme: QuantScheme) -> str | None:
     foreign = [region for region in scheme.regions if region not in _FAKE_REGIONS]
     if foreign:
         return f"region {', '.join(foreign)} cannot be quantized by this version"
-    if scheme.transforms:
-        kinds = ", ".join(transform.kind for transform in scheme.transforms)
-        return f"transform {kinds} cannot be run by this version"
+    if _rounds_floats(scheme):
+        return "GPTQ rounds to integers, and the weights are floats"
     for fmt in (scheme.weights, scheme.activations):
-        if fmt is not None and fmt.type != "int":
-            return f"type {fmt.type} cannot be run by this version"
+        if fmt is not None and fmt.type in ("nf4", "bnb_fp4"):
+            return f"type {fmt.type} is a code book of backend 'bitsandbytes'"
     if scheme.outlier_threshold is not None:
         return "'outlier_threshold' belongs to backend 'bitsandbytes'"
     return None
+
+
+def _rounds_floats(scheme: QuantScheme) -> bool:
+    """Whether GPTQ is asked for a format that it has no codes of."""
+    is_float = scheme.weights is not None and scheme.weights.type != "int"
+    return is_float and any(transform.kind == "gptq" for transform in scheme.transforms)
 
 
 def _torch(scheme: QuantScheme) -> str | None:

@@ -27,11 +27,25 @@ def entry(coverage: Coverage, name: str) -> ModuleCoverage:
         ({"bits": 4, "granularity": "group", "group_size": 99}, 4 * 960 + 20 * 32),
         ({"bits": 4, "granularity": "channel", "symmetric": False}, 4 * 960 + 20 * 36),
         ({"bits": 3, "granularity": "tensor", "symmetric": False}, 3 * 960 + 40),
+        ({"type": "fp8_e4m3", "bits": 8, "granularity": "channel"}, 8 * 960 + 20 * 32),
     ],
 )
 def test_storage_of_a_weight(fields: dict[str, object], expected: int) -> None:
     """Codes, one fp32 scale each and one zero point each, of a [20, 48] weight."""
     assert weight_bits_stored(20, 48, TensorFormat.model_validate(fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "bits_per_weight", "extra"), [("mxfp4", 4.25, 0), ("nvfp4", 4.5, 32)]
+)
+def test_storage_of_small_scales(name: str, bits_per_weight: float, extra: int) -> None:
+    """A byte each 32 or 16 weights, and under NVFP4 one fp32 scale; short groups have theirs."""
+    fmt = resolve(name).weights
+    assert fmt is not None
+    groups = {"mxfp4": 2, "nvfp4": 3}[name]
+
+    assert weight_bits_stored(20, 64, fmt) == bits_per_weight * 20 * 64 + extra
+    assert weight_bits_stored(20, 33, fmt) == 4 * 20 * 33 + 8 * 20 * groups + extra
 
 
 def test_effective_bits_count_everything(llama: LlamaForCausalLM) -> None:

@@ -1,8 +1,8 @@
 """Text for training, calibration, perplexity and diagnostics: files or data sets become rows.
 
-The one idea: whatever the origin (hub data set, text, jsonl or parquet file), a corpus is the same
-rows in the same order, with the hash of exactly what was read. How rows become a stream or
-documents is decided here once, so no two uses of a text can differ.
+The one idea: whatever the origin (hub data set, local file, the suite's own generator), a corpus
+is the same rows in the same order, with the hash of exactly what was read. How rows become a stream
+or documents is decided here once, so no two uses of a text can differ.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from oasis_eval.errors import DataError, UnknownNameError
+from oasis_eval.minicorpus import mixture
+from oasis_eval.minicorpus.chance import SPLITS
 from oasis_eval.paths import data_folder
 from oasis_eval.record import DataInfo
 
@@ -28,7 +30,7 @@ _HELD_OUT_PER_MILLE = 1
 
 @dataclass(frozen=True, slots=True)
 class HubData:
-    """Where a named data set lives on the hub."""
+    """Where a named data set lives on the hub, or what makes it."""
 
     repo: str
     config: str | None
@@ -38,6 +40,10 @@ class HubData:
     layout: Layout
     held_out: bool = False
     """Keep only our own held-out rows, for sets that have no test split."""
+    generated: mixture.Name | None = None
+    """What `minicorpus` calls it, for sets that the suite makes itself."""
+    num_rows: int = 0
+    """Of each split of a generated set."""
 
 
 DATA_SETS: dict[str, HubData] = {
@@ -77,7 +83,28 @@ DATA_SETS: dict[str, HubData] = {
         columns=("question", "answer"),
         layout="documents",
     ),
+    "mini_ppl": HubData(
+        repo="oasis-eval:minicorpus",
+        config=None,
+        split="test",
+        revision=str(mixture.VERSION),
+        columns=("text",),
+        layout="documents",
+        generated="mini_ppl",
+        num_rows=300,
+    ),
+    "mini_gsm": HubData(
+        repo="oasis-eval:minicorpus",
+        config=None,
+        split="test",
+        revision=str(mixture.VERSION),
+        columns=("question", "answer"),
+        layout="documents",
+        generated="mini_gsm",
+        num_rows=500,
+    ),
 }
+_GENERATED_SEED = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +163,7 @@ class Corpus:
 
 
 def load(name: str, *, split: str | None = None, data: str | None = None) -> Corpus:
-    """Load a named data set from the hub, or the local file that stands in for it.
+    """Load a named data set from the hub, generate it, or read the file that stands in for it.
 
     Args:
         name: Key of `DATA_SETS`.
@@ -153,6 +180,8 @@ def load(name: str, *, split: str | None = None, data: str | None = None) -> Cor
     hub = DATA_SETS[name]
     if data is not None:
         return _load_file(name, Path(data).expanduser(), hub, split)
+    if hub.generated is not None:
+        return _generate(name, hub, hub.generated, split or hub.split)
     if not hub.repo:
         raise DataError(f"{name}: stands for a file of yours; give it with --data {name}=FILE")
     return _load_hub(name, hub, split or hub.split)
@@ -319,6 +348,17 @@ def _names(columns: tuple[str, ...]) -> str:
     return " and ".join(repr(column) for column in columns)
 
 
+# --- generator --------------------------------------------------------------------------------
+
+
+def _generate(name: str, hub: HubData, generated: mixture.Name, split: str) -> Corpus:
+    for known in SPLITS:
+        if split == known:
+            rows = mixture.rows(generated, known, _GENERATED_SEED, hub.num_rows)
+            return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
+    raise DataError(f"{name}: no split {split!r}; expected one of {', '.join(SPLITS)}")
+
+
 # --- hub --------------------------------------------------------------------------------------
 
 
@@ -340,13 +380,13 @@ def _load_hub(name: str, hub: HubData, split: str) -> Corpus:
             f"give a local text, jsonl or parquet file with {option}"
         ) from error
     if hub.held_out:
-        rows = [row for row in rows if _is_held_out(row["text"])]
+        rows = [row for row in rows if is_held_out(row["text"])]
         split = f"oasis-heldout-{_HELD_OUT_PER_MILLE}-per-mille"
     if hub.layout == "wikitext":
         rows = _as_published(rows)
     return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
 
 
-def _is_held_out(line: str) -> bool:
+def is_held_out(line: str) -> bool:
     """Whether a line is in our held-out split: the first eight hash digits, modulo 1000."""
     return int(hashlib.sha256(line.encode()).hexdigest()[:8], 16) % 1000 < _HELD_OUT_PER_MILLE

@@ -56,7 +56,10 @@ def evaluate(
         typer.Option(help="fp32, bf16 or fp16; default: fp32 on the CPU, bf16 elsewhere."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer to a question.")] = 256,
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the longest answer; default: 256, for mini_gsm 64."),
+    ] = None,
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Ask questions through the chat template.")
     ] = False,

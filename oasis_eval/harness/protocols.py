@@ -38,8 +38,14 @@ TASKS: dict[str, str] = {
     "bookcorpus": "qualcomm-512",
     "text": "gptq-2048",
     "gsm8k": "gsm8k-5shot",
+    "mini_ppl": "gptq-256",
+    "mini_gsm": "gsm8k-0shot",
 }
 """Task names of `evaluate` and their default protocols."""
+QUESTION_TASKS = tuple(task for task, protocol in TASKS.items() if _GSM8K.match(protocol))
+"""Tasks that ask questions; the others score text."""
+DEFAULT_NEW_TOKENS = 256
+_NEW_TOKENS = {"mini_gsm": 64}
 
 Details = dict[str, str | int | float | bool | None]
 """What a run decided that changes its numbers."""
@@ -117,6 +123,11 @@ def parse_protocol(name: str) -> Protocol:
     if window is not None and window < (4 if kind == "llamacpp" else 2):
         raise SpecError(f"protocol {name!r}: a window of {window} tokens scores nothing")
     return Protocol(name=name, kind=kind, window=window)
+
+
+def new_tokens(task: str) -> int:
+    """Return how long a task's answers may be by default, in tokens."""
+    return _NEW_TOKENS.get(task, DEFAULT_NEW_TOKENS)
 
 
 def with_window(protocol: Protocol, window: int) -> Protocol:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from oasis_eval.errors import RecordError
 from oasis_eval.harness.answers import FILTERS
-from oasis_eval.harness.protocols import Details, parse_protocol
+from oasis_eval.harness.protocols import QUESTION_TASKS, Details, parse_protocol
 from oasis_eval.harness.results_file import (
     ResultsFile,
     SampleCount,
@@ -46,7 +46,8 @@ AS_RUN = "as lm-eval ran it"
 """Name of the scheme of a foreign model."""
 
 _OURS = "oasis_"
-_QUESTIONS = ("oasis_gsm8k", "oasis_gsm8k_answer")
+_QUESTIONS = {f"oasis_{task}{part}": task for task in QUESTION_TASKS for part in ("", "_answer")}
+"""Tasks of lm-eval that ask what a task of ours asks, or score its reference answers."""
 _NAMES = ("pretrained", "model", "path", "engine")
 """Arguments that name the model, in lm-eval's own order."""
 _WHICH = frozenset({*_NAMES, "revision", "trust_remote_code"})
@@ -113,7 +114,11 @@ def _records(file: ResultsFile, model: _Model) -> Iterator[RunRecord]:
     for name in file.results:
         if name in done:
             continue
-        together = [item for item in _QUESTIONS if item in file.results]
+        together = [
+            item
+            for item, task in _QUESTIONS.items()
+            if item in file.results and task == _QUESTIONS.get(name)
+        ]
         names = together if name in _QUESTIONS else [name]
         done.update(names)
         task = _task(file, names[0])
@@ -206,7 +211,7 @@ def _task(file: ResultsFile, name: str) -> TaskRef:
     task, protocol, data = name, "lm-eval" if shots is None else f"lm-eval {shots}-shot", None
     limit = _limit(file, name)
     if name in _QUESTIONS:
-        task, protocol = "gsm8k", f"gsm8k-{shots or 0}shot"
+        task, protocol = _QUESTIONS[name], f"gsm8k-{shots or 0}shot"
     elif _is_ours(file, name):
         task, protocol = str(metadata["corpus_name"]), str(metadata["protocol"])
         if not parse_protocol(protocol).per_document:

@@ -14,6 +14,7 @@ from oasis_eval import corpus
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.harness.answers import FILTERS
 from oasis_eval.harness.protocols import (
+    QUESTION_TASKS,
     TASKS,
     Details,
     Protocol,
@@ -36,7 +37,7 @@ class TaskData:
     """The texts of one task, read once for all models and schemes."""
 
     corpora: tuple[corpus.Corpus, ...]
-    """The scored text first; for GSM8K with examples, the training questions second."""
+    """The scored text first; for questions with examples, the training questions second."""
 
     @property
     def infos(self) -> tuple[DataInfo, ...]:
@@ -62,7 +63,7 @@ def protocols_for(task: str, protocols: Sequence[Protocol]) -> list[Protocol]:
     """
     if task not in TASKS:
         raise UnknownNameError("task", task, TASKS)
-    is_question = task == "gsm8k"
+    is_question = task in QUESTION_TASKS
     chosen = [item for item in protocols if (item.kind == "gsm8k") == is_question]
     return chosen or [parse_protocol(TASKS[task])]
 
@@ -72,7 +73,7 @@ def load_data(task: TaskRef, *, fewshot: str | None) -> TaskData:
 
     Args:
         task: What is asked for; its `data` may name a local file.
-        fewshot: Local file of GSM8K training questions.
+        fewshot: Local file of training questions that stands in for the data set's own.
 
     Raises:
         DataError: They cannot be had.
@@ -81,7 +82,7 @@ def load_data(task: TaskRef, *, fewshot: str | None) -> TaskData:
     shots = parse_protocol(task.protocol).shots
     if shots == 0:
         return TaskData((text,))
-    train = corpus.load("gsm8k", split="train", data=fewshot)
+    train = corpus.load(task.name, split="train", data=fewshot)
     if len(train.rows) < shots:
         raise SpecError(f"{task.protocol}: {train.origin} has {len(train.rows)} questions")
     return TaskData((text, train))
@@ -202,7 +203,7 @@ def _own_progress_only() -> Iterator[None]:
 
 def _lm_eval_names(task: str, protocol: Protocol) -> list[str]:
     if protocol.kind == "gsm8k":
-        return ["oasis_gsm8k", "oasis_gsm8k_answer"]
+        return [f"oasis_{task}", f"oasis_{task}_answer"]
     return [f"oasis_{task}_word" if protocol.per_document else f"oasis_{task}"]
 
 
@@ -297,13 +298,13 @@ def _log_stderr(samples: list[dict[str, Any]], *, per_token: bool) -> float | No
 
 
 def _question_outcome(result: Any, task: TaskRef, protocol: Protocol, batch_size: int) -> Outcome:
-    values = {**_values(result, "oasis_gsm8k"), **_values(result, "oasis_gsm8k_answer")}
+    asked, answered = _lm_eval_names(task.name, protocol)
+    values = {**_values(result, asked), **_values(result, answered)}
     samples: list[dict[str, object]] = []
     answers = {
-        sample["doc_id"]: sample["filtered_resps"][0]
-        for sample in result["samples"]["oasis_gsm8k_answer"]
+        sample["doc_id"]: sample["filtered_resps"][0] for sample in result["samples"][answered]
     }
-    for sample in result["samples"]["oasis_gsm8k"]:
+    for sample in result["samples"][asked]:
         completion = sample["filtered_resps"][0]
         answer = answers[sample["doc_id"]]
         samples.append(

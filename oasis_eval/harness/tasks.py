@@ -58,8 +58,9 @@ def text_documents(
     return {"test": datasets.Dataset.from_list(rows)}
 
 
-def questions(
+def questions(  # noqa: PLR0913 - lm-eval hands over every key of a task's metadata
     *,
+    corpus_name: str = "gsm8k",
     data: str | None = None,
     fewshot_data: str | None = None,
     shots: int = 5,
@@ -67,12 +68,12 @@ def questions(
     loaded_train: corpus.Corpus | None = None,
     **_: object,
 ) -> dict[str, datasets.Dataset]:
-    """Build GSM8K's test questions and, where examples are shown, its training questions."""
-    test = loaded or corpus.load("gsm8k", data=data)
+    """Build a task's test questions and, where examples are shown, its training questions."""
+    test = loaded or corpus.load(corpus_name, data=data)
     splits = {"test": datasets.Dataset.from_list(list(test.rows))}
     train = loaded_train
     if train is None and shots > 0:
-        train = corpus.load("gsm8k", split="train", data=fewshot_data)
+        train = corpus.load(corpus_name, split="train", data=fewshot_data)
     if train is not None:
         splits["train"] = datasets.Dataset.from_list(list(train.rows))
     else:
@@ -125,9 +126,7 @@ def score_answer(doc: dict[str, Any], results: Sequence[str]) -> dict[str, float
     text = results[0]
     reference = strict_number(doc["answer"])
     if reference is None:
-        raise DataError(
-            f"gsm8k: a reference answer has no number after '####': {doc['answer']!r:.80}"
-        )
+        raise DataError(f"a reference answer has no number after '####': {doc['answer']!r:.80}")
     strict, flexible = strict_number(text), flexible_number(text)
     own = text if isinstance(text, Completion) else None
     return {

@@ -13,7 +13,13 @@ from oasis_eval import corpus
 from oasis_eval.errors import DataError
 from oasis_eval.harness import run as harness
 from oasis_eval.harness.lm import OasisLM
-from oasis_eval.harness.protocols import DEFAULTS, TASKS, parse_protocol, with_window
+from oasis_eval.harness.protocols import (
+    DEFAULTS,
+    QUESTION_TASKS,
+    TASKS,
+    parse_protocol,
+    with_window,
+)
 from oasis_eval.harness.run import Outcome, TaskData
 from oasis_eval.harness.tasks import score_reference, score_tokens, score_words
 from oasis_eval.loading import Reference, prepare
@@ -58,7 +64,7 @@ def test_every_task_file_loads(tmp_path: Path, name: str) -> None:
     assert len(list(loaded[name].test_docs())) == 1
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task != "gsm8k"])
+@pytest.mark.parametrize("task", [task for task in TASKS if task not in QUESTION_TASKS])
 @pytest.mark.parametrize("protocol", DEFAULTS)
 def test_every_text_task_takes_every_text_protocol(
     measure: Measure, uniform_reference: Reference, task: str, protocol: str

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from types import MappingProxyType
 
 from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
 from oasis_eval.errors import OasisError
@@ -16,12 +18,15 @@ from oasis_eval.harness.run import TaskData
 from oasis_eval.parsing import content_hash
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import SCHEMA_VERSION, DataInfo, Provenance, RunRecord
-from oasis_eval.spec import ModelCard, RunSpec
+from oasis_eval.spec import Backend, ModelCard, RunSpec
 
 NUMBERS_VERSION = 1
 """Raised when a change of the code changes numbers that no protocol version covers."""
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "lm_eval", "datasets", "numpy")
+_BACKEND_LIBRARIES: Mapping[Backend, str] = MappingProxyType(
+    {"bitsandbytes": "bitsandbytes", "quanto": "optimum-quanto", "torchao": "torchao"}
+)
 
 
 @dataclass(slots=True)
@@ -74,7 +79,7 @@ class Cell:
                 "data": [info.sha256 for info in self.data.infos],
                 "calibration": self.calibration.sha256 if self.calibration else None,
                 "protocol": protocol.sha256,
-                "versions": versions(),
+                "versions": versions(self.spec.scheme.backend),
             }
         )
 
@@ -114,9 +119,20 @@ class Cell:
         )
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the libraries that can change a number."""
-    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+def versions(backend: Backend = "none") -> dict[str, str]:
+    """Return the versions of the libraries that can change a number.
+
+    Args:
+        backend: Of the scheme; a library that runs it is in, and only then.
+    """
+    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    library = _BACKEND_LIBRARIES.get(backend)
+    if library is not None:
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            found[library] = "not installed"
+    return found
 
 
 def provenance(prepared: PreparedModel, *, started: datetime, seconds: float) -> Provenance:
@@ -131,8 +147,11 @@ def provenance(prepared: PreparedModel, *, started: datetime, seconds: float) ->
 
     return Provenance(
         checkpoint_sha256=prepared.digest,
-        versions={**versions(), "oasis_eval": importlib.metadata.version("oasis-eval")},
-        git_commit=_git_commit(),
+        versions={
+            **versions(prepared.scheme.backend),
+            "oasis_eval": importlib.metadata.version("oasis-eval"),
+        },
+        git_commit=git_commit(),
         device=prepared.device,
         dtype=prepared.dtype,
         attention=prepared.attention,
@@ -142,7 +161,7 @@ def provenance(prepared: PreparedModel, *, started: datetime, seconds: float) ->
     )
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Return the commit of the checkout that runs, None for an installed wheel."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():

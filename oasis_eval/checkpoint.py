@@ -26,6 +26,8 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
 _SIDE_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 _READ_BY_LOADER = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+_DESCRIBES = "training.json"
+"""What `train` says of a run, wall times included; it decides nothing."""
 _CONVERTER_VERSION = 1
 _HEADER_LIMIT = 100 << 20
 
@@ -196,7 +198,7 @@ def _check_json(path: Path) -> None:
 
 def _loader_files(folder: Path) -> list[Path]:
     files = {file for pattern in _READ_BY_LOADER for file in folder.glob(pattern)}
-    return sorted(file for file in files if file.is_file())
+    return sorted(file for file in files if file.is_file() and file.name != _DESCRIBES)
 
 
 def _weight_map(path: Path) -> dict[str, str]:

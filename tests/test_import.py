@@ -397,6 +397,30 @@ def _oasis_eval(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
     assert status == 0
 
 
+def test_questions_of_two_tasks_are_two_records(write: Write) -> None:
+    """Each with its own answers' loss, shots and budget."""
+    value = ours()
+    for field, name, entry in (
+        ("results", "oasis_mini_gsm", {"pass@1,none": 0.75}),
+        ("results", "oasis_mini_gsm_answer", {"answer_nll_per_token,none": 0.5}),
+        ("configs", "oasis_mini_gsm", {"generation_kwargs": {"max_gen_toks": 64}}),
+        ("n-shot", "oasis_mini_gsm", 0),
+        ("n-samples", "oasis_mini_gsm", {"original": 500, "effective": 500}),
+    ):
+        value[field][name] = entry  # type: ignore[index]
+    found = by_task(write(value))
+
+    numbers = {
+        task: {item.name: item.value for item in found[task].metrics}
+        for task in ("gsm8k", "mini_gsm")
+    }
+    assert numbers["mini_gsm"] == {"pass@1": 0.75, "answer_nll_per_token": 0.5}
+    assert numbers["gsm8k"]["answer_nll_per_token"] == 2.5
+    assert found["mini_gsm"].spec.task.protocol == "gsm8k-0shot"
+    assert found["mini_gsm"].spec.task.max_new_tokens == 64
+    assert {item.task for item in found["mini_gsm"].metrics} == {"mini_gsm"}
+
+
 def test_command_says_what_it_wrote(
     write: Write,
     tmp_path: Path,

@@ -10,7 +10,7 @@ Dimensions: B sequences, T tokens, K inputs.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +27,16 @@ from oasis_eval.quant.primitives import (
     snap,
 )
 from oasis_eval.spec import TensorFormat
+
+Quantized_co = TypeVar("Quantized_co", covariant=True)
+
+
+class Quantizer(Protocol[Quantized_co]):
+    """Quantizes activations of any leading shape."""
+
+    def __call__(self, x: Tensor, name: str) -> Quantized_co:
+        """Return `x` quantized; `name` is for error messages."""
+        ...
 
 
 class ActivationQuantizer(Protocol):
@@ -97,7 +107,10 @@ class StaticQuantizer:
         return values.to(x.dtype)
 
 
-class SharedInput:
+Input = TypeVar("Input")
+
+
+class SharedInput(Generic[Input]):
     """The last quantized input, for the next layer that reads the same tensor.
 
     A tensor is the same if it is the same object at the same version, that is, not written to in
@@ -107,10 +120,10 @@ class SharedInput:
     def __init__(self) -> None:
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
-        self._quantizer: ActivationQuantizer | None = None
-        self._quantized: Tensor | None = None
+        self._quantizer: Quantizer[Input] | None = None
+        self._quantized: Input | None = None
 
-    def quantize(self, x: Tensor, quantizer: ActivationQuantizer, name: str) -> Tensor:
+    def quantize(self, x: Tensor, quantizer: Quantizer[Input], name: str) -> Input:
         """Return `x` quantized, from the layer before where that read the same tensor."""
         if x.is_inference():
             return quantizer(x.detach(), name)
@@ -157,8 +170,15 @@ def static_quantizer(
         dtype: Dtype of the activations.
         device: Where the activations will be.
     """
+    return StaticQuantizer(static_grid(fmt, span, dtype=dtype, device=device))
+
+
+def static_grid(
+    fmt: TensorFormat, span: Range, *, dtype: torch.dtype, device: torch.device
+) -> Grid:
+    """Return the grid of a fixed range; arguments as of `static_quantizer`."""
     grid = make_grid(Range(span.low.to(device), span.high.to(device)), fmt, dtype)
     if grid.zero_point is not None and grid.scale.numel() == 1:
         lowest, highest = (int(limit) for limit in grid.limits)
         grid = grid._replace(limits=Limits(lowest, highest))
-    return StaticQuantizer(grid)
+    return grid

@@ -22,7 +22,7 @@ from oasis_eval.quant.activations import ActivationQuantizer, SharedInput
 class Session:
     """What the quantized layers of one model have in common."""
 
-    shared: SharedInput | None = field(default_factory=SharedInput)
+    shared: SharedInput[Tensor] | None = field(default_factory=SharedInput)
     """None: every layer quantizes its input itself."""
     called: set[str] = field(default_factory=set)
     """Layers that have run."""

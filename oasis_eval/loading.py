@@ -17,25 +17,45 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint, corpus
 from oasis_eval.errors import CardMismatchError, CheckpointError, DataError, UnsupportedSchemeError
 from oasis_eval.modeling.formats.folder import read_config, read_public, write_as_ours
+from oasis_eval.modeling.instrumentation import Point, fast_path, instrumented
 from oasis_eval.modeling.registration import register
 from oasis_eval.prepared import PreparedModel
-from oasis_eval.quant.backends import quantize_
+from oasis_eval.quant.backends import Applied, quantize_
 from oasis_eval.quant.calibrate import Batch
+from oasis_eval.quant.integer import IntegerApplied
+from oasis_eval.quant.integer_layers import fixed_tensors
+from oasis_eval.quant.names import scheme_of
+from oasis_eval.quant.storage import restore_, stored_scheme
 from oasis_eval.quant.support import unsupported
-from oasis_eval.spec import Calibration, Dtype, ModelCard, QuantScheme
+from oasis_eval.spec import Calibration, Dtype, ModelCard, QuantScheme, Region
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
+_STORED: dict[str, Dtype] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _TRANSLATION_VERSION = 1
+_POINTS: dict[Region, Point] = {
+    "attention_scores": "attention",
+    "attention_probs": "attention",
+    "attention_context": "attention",
+    "kv_cache": "kv_cache",
+    "residual": "residual",
+}
+"""What a plain model needs taps for."""
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 
 
@@ -50,6 +70,8 @@ class Reference:
     dtype: Dtype
     device: str
     warnings: tuple[str, ...]
+    applied: IntegerApplied | None = None
+    """The scheme of a checkpoint that is quantized already."""
 
     @property
     def context_length(self) -> int | None:
@@ -78,7 +100,13 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
     checkpoint.verify(folder)
     stored_type = read_config(folder).get("model_type")
     folder, notes = _as_ours(folder, content)
-    model, warnings = _load_model(folder, dtype)
+    scheme = stored_scheme(_read_config(folder), origin=str(folder))
+    applied = None
+    if scheme is None:
+        model, warnings = _load_model(folder, dtype)
+    else:
+        model, applied = _load_quantized(folder, scheme, dtype, device)
+        warnings = ()
     model_type = getattr(model.config, "model_type", None)
     if card.family not in ("any", stored_type, model_type):
         raise CardMismatchError(
@@ -98,7 +126,23 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
         dtype=dtype,
         device=device,
         warnings=notes + warnings,
+        applied=applied,
     )
+
+
+def stored_dtype(card: ModelCard) -> Dtype:
+    """Return the widest dtype of a checkpoint's tensors as they are stored.
+
+    Raises:
+        CheckpointError: The checkpoint is not there.
+    """
+    place = checkpoint.locate(card)
+    folder = checkpoint.as_safetensors(place, content=checkpoint.digest(place))
+    found = set()
+    for shard in folder.glob("*.safetensors"):
+        with safe_open(shard, framework="pt") as file:
+            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
+    return next((dtype for name, dtype in _STORED.items() if name in found), "fp32")
 
 
 def positions(model: nn.Module) -> int | None:
@@ -139,19 +183,29 @@ def prepare(
     if reason is not None:
         raise UnsupportedSchemeError(reason)
     model = reference.model
+    attention = str(getattr(model.config, "_attn_implementation", "unknown"))
     compute = scheme.dtype or dtype
     with ExitStack() as undo:
+        if reference.applied is not None:
+            _check_stored(reference.applied.scheme, scheme, reference.card)
         if compute != reference.dtype:
             undo.callback(_cast_(model, DTYPES[compute]))
+            if reference.applied is not None:
+                stored = reference.applied
+                stored.compute_in_(model, DTYPES[compute])
+                undo.callback(stored.compute_in_, model, DTYPES[reference.dtype])
         coverage = None
         warnings = list(reference.warnings)
         if scheme.execution != "none":
-            batches: list[Batch] = []
-            if scheme.calibration is not None:
-                batches = calibration_batches(reference, scheme.calibration, calibration_data)
-            applied = quantize_(model, scheme, batches, keep_reference=not last)
-            if not last:
-                undo.callback(applied.undo)
+            applied: Applied | None = reference.applied
+            if applied is None:
+                batches: list[Batch] = []
+                if scheme.calibration is not None:
+                    batches = calibration_batches(reference, scheme.calibration, calibration_data)
+                attention = undo.enter_context(_taps_of(model, scheme))
+                applied = quantize_(model, scheme, batches, keep_reference=not last)
+                if not last:
+                    undo.callback(applied.undo)
             coverage = applied.coverage
             with torch.no_grad():  # a scheme without effect must not reach an evaluation
                 model(input_ids=torch.arange(8, device=reference.device)[None], use_cache=False)
@@ -165,10 +219,31 @@ def prepare(
             dtype=compute,
             device=reference.device,
             context_length=reference.context_length,
-            attention=str(getattr(model.config, "_attn_implementation", "unknown")),
+            attention=attention,
             coverage=coverage,
             warnings=tuple(warnings),
         )
+
+
+@contextmanager
+def _taps_of(model: Any, scheme: QuantScheme) -> Iterator[str]:
+    """Give a plain model the taps that a scheme's regions need; yield the attention that will run.
+
+    Raises:
+        UnsupportedSchemeError: The model has no place for a region.
+    """
+    regions = scheme.regions if scheme.backend == "fake" and scheme.activations else ()
+    wanted = {region: _POINTS[region] for region in regions if region in _POINTS}
+    with instrumented(model, set(wanted.values())) as missing:
+        for region, point in wanted.items():
+            if point in missing:
+                raise UnsupportedSchemeError(
+                    f"scheme {scheme.name!r}: region {region} cannot be quantized in "
+                    f"{type(model).__name__}: {missing[point]}; leave it out of 'regions'"
+                )
+        # Scores and weights exist on the explicit path alone.
+        is_explicit = {"attention_scores", "attention_probs"} & set(regions)
+        yield "eager" if is_explicit else fast_path(model)
 
 
 def calibration_corpus(settings: Calibration, data: str | None) -> corpus.Corpus:
@@ -268,6 +343,41 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
     return model, tuple(warnings)
 
 
+def _load_quantized(
+    folder: Path, scheme: QuantScheme, dtype: Dtype, device: str
+) -> tuple[Any, IntegerApplied]:
+    """Load a quantized checkpoint of ours."""
+    transformers_logging.set_verbosity_error()
+    with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        del config.quantization_config
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[dtype], trust_remote_code=False
+        )
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(
+                folder, local_files_only=True
+            )
+    model = _to_device(model, device)
+    with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
+        applied = restore_(model, scheme, folder, dtype=DTYPES[dtype])
+    _cast_(model, DTYPES[dtype])
+    return model, applied
+
+
+def _check_stored(stored: QuantScheme, asked: QuantScheme, card: ModelCard) -> None:
+    """Refuse another scheme than the one that the checkpoint is quantized with."""
+    unnamed = {"description"}
+    if stored.model_dump(exclude=unnamed) == asked.model_dump(exclude=unnamed):
+        return
+    named = scheme_of(stored.name.lower()) is not None
+    hint = stored.name if named else "its own, the file scheme.yaml in its folder"
+    raise UnsupportedSchemeError(
+        f"{card.name}: the checkpoint is quantized already, as {stored.name!r}, and cannot be run "
+        f"as {asked.name!r}; give --scheme {hint}"
+    )
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     with checkpoint.as_checkpoint_error(f"{folder}: config.json cannot be read"):
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -328,10 +438,12 @@ def _cast_(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
         *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
     }
     stored = set(model.state_dict(keep_vars=True))
+    fixed = fixed_tensors(model)
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
-        if name in stored and tensor.is_floating_point() and not kept & set(name.split(".")):
+        is_kept = bool(kept & set(name.split("."))) or id(tensor) in fixed
+        if name in stored and tensor.is_floating_point() and not is_kept:
             before.append((tensor, tensor.data))
             tensor.data = tensor.data.to(dtype)
 

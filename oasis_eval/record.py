@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 
 from oasis_eval.errors import RecordError
 from oasis_eval.parsing import explain
-from oasis_eval.spec import Granularity, ImportedRun, ModelCard, RunSpec
+from oasis_eval.spec import Granularity, ImportedRun, ModelCard, Region, RunSpec
 
 SCHEMA_VERSION = 1
 Status = Literal["ok", "failed", "unsupported"]
@@ -63,6 +63,8 @@ class ModuleCoverage(Outcome):
 
     module: str
     quantized: bool
+    region: Region | None = None
+    """None: what was left alone, or an ordinary Linear."""
     reason: str | None = None
     """Why it was left alone."""
     note: str | None = None
@@ -85,6 +87,11 @@ class Coverage(Outcome):
     num_linear: int
     """Linear layers in the model, the LM head included."""
     num_quantized: int
+    """Of them, quantized."""
+    num_sites: int = 0
+    """Places outside of layers where activations are quantized, such as attention scores."""
+    absent_regions: tuple[Region, ...] = ()
+    """Regions of the scheme that this model does not have."""
     effective_weight_bits: float
     """Mean bits per parameter, scales, head and embeddings included."""
     bytes_before: int

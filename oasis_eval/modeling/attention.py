@@ -94,10 +94,10 @@ def attend(  # noqa: PLR0913 - the tensors and switches of one attention call
         fused = normalizer.has_null and has_fused_kernel(query_BHTD, key_BKSD, value_BKSD)
     if not fused:
         scores_BHTS = _scores(query_BHTD, key_BKSD, scaling, softcap)
-        if taps is not None:
-            scores_BHTS = taps.scores(scores_BHTS)
         if is_causal:
             mask = _causal_mask(num_queries, num_keys, query_BHTD.device)
+        if taps is not None:
+            scores_BHTS = taps.scores(scores_BHTS, mask)
         probs_BHTS, null_mass_BHT = normalize(
             scores_BHTS,
             mask,
@@ -105,7 +105,7 @@ def attend(  # noqa: PLR0913 - the tensors and switches of one attention call
             null_logit=None if null_logit_H is None else null_logit_H.reshape(-1, 1),
         )
         if taps is not None:
-            probs_BHTS = taps.probs(probs_BHTS)
+            probs_BHTS = taps.probs(probs_BHTS, mask)
         context_BHTD = _mix(F.dropout(probs_BHTS, dropout) if dropout else probs_BHTS, value_BKSD)
     elif normalizer.kind == "softmax":
         context_BHTD = _softmax_attention(

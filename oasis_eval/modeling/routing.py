@@ -137,8 +137,18 @@ class DepthKeyRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
 
+class DepthKeyProjection(nn.Linear):
+    """Keys of a low-rank router; a small projection, of a region of its own."""
+
+    quantization_region = "depth_router"
+
+
 class DepthQueryProjection(nn.Linear):
     """Query of a low-rank router; a type of its own, so that `_init_weights` zeroes it."""
+
+    quantization_region = "depth_router"
+    output_region = "depth_query"
+    """What leaves it is the tap `depth_query`, and no ordinary output of a projection."""
 
 
 class DepthRouter(DepthPort):
@@ -168,7 +178,7 @@ class DepthRouter(DepthPort):
         if self.router == "lowrank_qk":
             rank = max(width // 4, MIN_LOWRANK_WIDTH)
             self.q_proj = DepthQueryProjection(width, rank, bias=False)
-            self.k_proj = nn.Linear(width, rank, bias=False)
+            self.k_proj = DepthKeyProjection(width, rank, bias=False)
         else:
             self.query = nn.Parameter(torch.zeros(width))
             self.key_norm = DepthKeyRMSNorm(width)

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from oasis_eval.modeling.attention import attend
 from oasis_eval.modeling.config import OasisConfig
 from oasis_eval.modeling.normalizers import Normalizer, clip_gamma
-from oasis_eval.modeling.taps import AttentionTaps, Tap
+from oasis_eval.modeling.taps import KeyValueTaps, Tap
 
 PER_HEAD_GATE_START = 0.25
 """Opening of a per-head gate at initialisation, for inputs near 0."""
@@ -47,20 +47,22 @@ class SelfAttentionOutput(NamedTuple):
     """[B, H, T] fp32; only where it is wanted and the normalizer has a null."""
 
 
-class SelfAttentionTaps(AttentionTaps):
-    """Those of `attend`, the queries, and what goes into the KV cache."""
+class SelfAttentionTaps(KeyValueTaps):
+    """Those of `attend`, what goes into the KV cache, and the queries."""
 
     def __init__(self) -> None:
         super().__init__()
         self.query = Tap()
         """[B, H, T, C] after the rotary embedding."""
-        self.key = Tap()
-        """[B, K, T, C] after the rotary embedding."""
-        self.value = Tap()
-        """[B, K, T, C]."""
 
 
-class HeadGate(nn.Linear):
+class GateProjection(nn.Linear):
+    """Linear map of a gate; a small projection, of a region of its own."""
+
+    quantization_region = "attention_gate"
+
+
+class HeadGate(GateProjection):
     """Logit of one head's gate; a type of its own, so that `_init_weights` finds its bias."""
 
 
@@ -85,7 +87,7 @@ class ElementwiseGate(nn.Module):
     def __init__(self, width: int, num_heads: int, head_width: int) -> None:
         super().__init__()
         self.head_width = head_width
-        self.proj = nn.Linear(width, num_heads * head_width, bias=False)
+        self.proj = GateProjection(width, num_heads * head_width, bias=False)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Return factors [B, T, H, C]."""

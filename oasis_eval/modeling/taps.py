@@ -13,8 +13,13 @@ from torch import Tensor, nn
 class Tap(nn.Module):
     """Identity on one tensor of any shape."""
 
-    def forward(self, value: Tensor) -> Tensor:
-        """Return `value` itself."""
+    def forward(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return `value` itself.
+
+        Args:
+            value: The tensor.
+            mask: What of it is visible, where the tap's description names a mask.
+        """
         return value
 
 
@@ -36,10 +41,23 @@ class AttentionTaps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scores = Tap()
-        """[B, H, T, S] after scaling and soft capping, before the mask; activates eager mode."""
+        """[B, H, T, S] after scaling and soft capping, before the mask; activates eager mode.
+        Called with the mask, boolean and broadcastable (True: visible), or None: all is visible."""
         self.probs = Tap()
-        """[B, H, T, S] after the normalizer, before dropout; activates eager mode."""
+        """[B, H, T, S] after the normalizer, before dropout; activates eager mode. Called with the
+        mask too."""
         self.context = Tap()
         """[B, T, H, Dh] weighted values, before any gate and the output projection."""
         self.null_mass = Tap()
         """[B, H, T] fp32, only under normalizers with a null; costs nothing to watch."""
+
+
+class KeyValueTaps(AttentionTaps):
+    """Those of `attend`, and what goes into the KV cache (K key heads, C head width)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key = Tap()
+        """[B, K, T, C] after the rotary embedding, as it is written to the cache."""
+        self.value = Tap()
+        """[B, K, T, C] as it is written to the cache."""

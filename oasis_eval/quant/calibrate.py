@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from oasis_eval.errors import QuantizationError
-from oasis_eval.quant.observers import Observer, observer_for
+from oasis_eval.quant.observers import observer_for
 from oasis_eval.quant.padding import PaddingContext, Tokens
 from oasis_eval.quant.primitives import Range
 from oasis_eval.spec import TensorFormat
@@ -42,6 +42,9 @@ class Site(NamedTuple):
     name: str
     module: nn.Module
     side: Literal["input", "output"]
+    shape: Literal["tokens", "heads", "attention"] = "tokens"
+    """[B, T, K] (or one vector [K] of the model itself), [B, T, H, C], or [B, H, T, S] of H heads
+    and S keys with the mask as second argument: of those only what real queries see counts."""
 
 
 def calibrate(
@@ -65,15 +68,13 @@ def calibrate(
         raise QuantizationError("static activation ranges need calibration text, and there is none")
     observers = {(site.name, site.side): observer_for(fmt) for site in sites}
     context = PaddingContext()
-    handles = [_attach(site, observers[site.name, site.side], context) for site in sites]
-    run = _runner(model, sites)
+    handles = [attach(site, observers[site.name, site.side].observe, context) for site in sites]
+    run = runner(model, sites)
     try:
-        with torch.no_grad(), _evaluation_mode(model):
+        with torch.no_grad(), evaluation_mode(model):
             for _ in range(max(observer.num_passes for observer in observers.values())):
                 for batch in batches:
-                    real_BT = batch.attention_mask_BT.bool()
-                    mask = None if bool(real_BT.all()) else real_BT
-                    context.enter(Tokens(real_BT.shape[0], real_BT.shape[1], mask))
+                    context.enter(tokens_of(batch))
                     run(batch)
                     context.leave()
                     for observer in observers.values():
@@ -86,22 +87,59 @@ def calibrate(
     return {(name, side): _checked(o.result(), name) for (name, side), o in observers.items()}
 
 
-def _attach(
-    site: Site, observer: Observer, context: PaddingContext
+def tokens_of(batch: Batch) -> Tokens:
+    """Return what a padding context must know about a batch."""
+    real_BT = batch.attention_mask_BT.bool()
+    num_sequences, num_tokens = real_BT.shape
+    return Tokens(num_sequences, num_tokens, None if bool(real_BT.all()) else real_BT)
+
+
+def attach(
+    site: Site, observe: Callable[[Tensor, int], None], context: PaddingContext
 ) -> torch.utils.hooks.RemovableHandle:
-    def observe(x: Tensor) -> None:
-        x_BTK, real_BT = context.sequences(x.detach(), site.name)
+    """Show the real tokens that pass a site, sequence by sequence.
+
+    Args:
+        site: Where.
+        observe: Called with the tokens [N, K] of one sequence in fp32 and the number of the
+            sequence in its batch.
+        context: Knows the padding of the pass that is running.
+    """
+
+    def show(x: Tensor, mask: Tensor | None = None) -> None:
+        if site.shape == "attention":
+            for index, x_N1 in enumerate(_visible(x.detach(), mask, context.tokens(site.name))):
+                if len(x_N1):
+                    observe(x_N1.float(), index)
+            return
+        if x.dim() == 1:
+            observe(x.detach()[None].float(), 0)
+            return
+        x = x.detach().flatten(-2) if site.shape == "heads" else x.detach()
+        x_BTK, real_BT = context.sequences(x, site.name)
         for index, x_TK in enumerate(x_BTK):
             x_NK = x_TK if real_BT is None else x_TK[real_BT[index].to(x.device)]
             if len(x_NK):
-                observer.observe(x_NK.float(), index)
+                observe(x_NK.float(), index)
 
     if site.side == "input":
-        return site.module.register_forward_pre_hook(lambda _, args: observe(args[0]))
-    return site.module.register_forward_hook(lambda _, args, output: observe(output))
+        return site.module.register_forward_pre_hook(lambda _, args: show(*args))
+    return site.module.register_forward_hook(lambda _, args, output: show(output))
 
 
-def _runner(model: nn.Module, sites: Sequence[Site]) -> Callable[[Batch], None]:
+def _visible(x_BHTS: Tensor, mask: Tensor | None, tokens: Tokens) -> Iterator[Tensor]:
+    """Yield each sequence's entries [N, 1] at keys that its real queries see."""
+    if mask is None and tokens.real_BT is None:
+        yield from x_BHTS.flatten(1).unsqueeze(-1)
+        return
+    visible = torch.ones((), dtype=torch.bool, device=x_BHTS.device) if mask is None else mask
+    if tokens.real_BT is not None:
+        visible = visible & tokens.real_BT.to(x_BHTS.device)[:, None, :, None]
+    for x_HTS, visible_HTS in zip(x_BHTS, visible.expand(x_BHTS.shape), strict=True):
+        yield x_HTS[visible_HTS].unsqueeze(-1)
+
+
+def runner(model: nn.Module, sites: Sequence[Site]) -> Callable[[Batch], None]:
     """Return what runs a batch through the part of the model that holds the sites.
 
     The head, whose logits are the largest tensor of a pass, is left out where nothing needs it.
@@ -127,7 +165,7 @@ def _runner(model: nn.Module, sites: Sequence[Site]) -> Callable[[Batch], None]:
 
 
 @contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Switch dropout off for as long as the context lasts."""
     training = [module for module in model.modules() if module.training]
     try:

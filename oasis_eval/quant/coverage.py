@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
+from oasis_eval.quant.regions import ROWS, RegionSite, is_static
 from oasis_eval.quant.targets import Selection, Target, quantizes_inputs
 from oasis_eval.record import Coverage, ModuleCoverage
 from oasis_eval.spec import QuantScheme, ScaleType, TensorFormat
@@ -35,13 +36,33 @@ def weight_bits_stored(num_outputs: int, num_inputs: int, fmt: TensorFormat) -> 
     return 8 * math.ceil(bits / 8)
 
 
+class Size(NamedTuple):
+    """What a parameter takes."""
+
+    elements: int
+    bits: int
+    """All of it."""
+
+
+Sizes = Mapping[int, Size]
+"""By the identity of each parameter, so that tied ones count once."""
+
+
 class Layer(NamedTuple):
     """A quantized layer in the report."""
 
-    target: Target
     covered: ModuleCoverage
     stored_bits: int | None
     """Bits of its codes and scales; None where the weight is as it was."""
+    parameter: int
+    """Identity of the weight, a key of the sizes."""
+    is_copy: bool
+    """Whether that weight stays besides."""
+
+
+def sizes(parameters: Iterable[Tensor]) -> Sizes:
+    """Return what each parameter of a model takes."""
+    return {id(p): Size(p.numel(), 8 * p.numel() * p.element_size()) for p in parameters}
 
 
 def report(scheme: QuantScheme, selection: Selection, parameters: Sequence[Tensor]) -> Coverage:
@@ -57,41 +78,54 @@ def report(scheme: QuantScheme, selection: Selection, parameters: Sequence[Tenso
         stored = None
         if scheme.weights is not None:
             stored = weight_bits_stored(*_outputs_and_inputs(target), scheme.weights)
-        layers.append(Layer(target, _covered(target, scheme), stored))
-    return assemble(selection, layers, parameters)
+        covered = _covered(target, scheme)
+        layers.append(Layer(covered, stored, id(target.weight), target.is_copy))
+    for target in selection.embeddings:
+        assert scheme.weights is not None
+        stored = weight_bits_stored(*_outputs_and_inputs(target), scheme.weights)
+        covered = _covered_embedding(target, scheme.weights)
+        layers.append(Layer(covered, stored, id(target.weight), target.is_copy))
+    sites = [_covered_site(site, scheme) for site in selection.sites]
+    return assemble(selection, layers, sizes(parameters), sites=sites)
 
 
 def assemble(
-    selection: Selection, layers: Sequence[Layer], parameters: Sequence[Tensor]
+    selection: Selection,
+    layers: Sequence[Layer],
+    before: Sizes,
+    *,
+    sites: Sequence[ModuleCoverage] = (),
 ) -> Coverage:
     """Make the coverage report of quantized layers.
 
     Args:
         selection: What was asked for.
         layers: What became of each target.
-        parameters: Every parameter of the model as it was before, each once.
+        before: The model's parameters as they were.
+        sites: What became of regions between layers.
     """
-    bits_before = {id(p): 8 * p.numel() * p.element_size() for p in parameters}
-    bits_after = dict(bits_before)
+    bits_after = {key: size.bits for key, size in before.items()}
     copies = 0
     for layer in layers:
         if layer.stored_bits is None:
             continue
-        if layer.target.is_copy:
+        if layer.is_copy:
             copies += layer.stored_bits
         else:
-            bits_after[id(layer.target.weight)] = layer.stored_bits
+            bits_after[layer.parameter] = layer.stored_bits
     total = sum(bits_after.values()) + copies
     skipped = [
         ModuleCoverage(module=item.name, quantized=False, reason=item.reason)
         for item in selection.skipped
     ]
     return Coverage(
-        modules=(*(layer.covered for layer in layers), *skipped),
+        modules=(*(layer.covered for layer in layers), *sites, *skipped),
         num_linear=selection.num_linear,
-        num_quantized=len(layers),
-        effective_weight_bits=total / sum(p.numel() for p in parameters),
-        bytes_before=sum(bits_before.values()) // 8,
+        num_quantized=sum(layer.covered.region != "embedding" for layer in layers),
+        num_sites=len(sites),
+        absent_regions=selection.absent,
+        effective_weight_bits=total / sum(size.elements for size in before.values()),
+        bytes_before=sum(size.bits for size in before.values()) // 8,
         bytes_after=total // 8,
     )
 
@@ -122,6 +156,7 @@ def _covered(target: Target, scheme: QuantScheme) -> ModuleCoverage:
     return ModuleCoverage(
         module=target.name,
         quantized=True,
+        region=None if target.region == "linear_inputs" else target.region,
         note="; ".join(notes) or None,
         weight_bits=weights.bits if weights else None,
         weight_granularity=weights.granularity if weights else None,
@@ -130,4 +165,39 @@ def _covered(target: Target, scheme: QuantScheme) -> ModuleCoverage:
         activation_granularity=activations.granularity if activations else None,
         activation_group_size=_group(activations, width),
         activation_static=scheme.is_static if activations else None,
+    )
+
+
+def _covered_embedding(target: Target, weights: TensorFormat) -> ModuleCoverage:
+    _, width = target.weight.shape
+    group = _group(weights, width)
+    notes = [COPY_NOTE] if target.is_copy else []
+    if group is not None and width % group:
+        notes.append(f"last weight group has {width % group} of {group}")
+    return ModuleCoverage(
+        module=target.name,
+        quantized=True,
+        region="embedding",
+        note="; ".join(notes) or None,
+        weight_bits=weights.bits,
+        weight_granularity=weights.granularity,
+        weight_group_size=group,
+    )
+
+
+def _covered_site(site: RegionSite, scheme: QuantScheme) -> ModuleCoverage:
+    fmt = scheme.activations
+    assert fmt is not None
+    static = is_static(site.region, scheme)
+    row = None if static else ROWS.get(site.region)
+    grouped = fmt.granularity == "group" and row is None
+    return ModuleCoverage(
+        module=site.name,
+        quantized=True,
+        region=site.region,
+        note=row and f"one range per {row}",
+        activation_bits=fmt.bits,
+        activation_granularity=fmt.granularity if static or grouped else "token",
+        activation_group_size=fmt.group_size if grouped else None,
+        activation_static=static,
     )

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.activations import (
@@ -31,16 +33,32 @@ from oasis_eval.quant.layers import (
 from oasis_eval.quant.padding import PaddingContext
 from oasis_eval.quant.primitives import Range
 from oasis_eval.quant.ranges import fake_quantize_weight
+from oasis_eval.quant.regions import (
+    AnyShape,
+    RegionSite,
+    TapQuantization,
+    become_quantized_tap_,
+    dynamic_tap_quantizer,
+    is_static,
+)
 from oasis_eval.quant.targets import Selection, Target, quantizes_inputs, quantizes_outputs, select
 from oasis_eval.quant.weights import WeightCodes, decode
 from oasis_eval.record import Coverage
-from oasis_eval.spec import QuantScheme
+from oasis_eval.spec import QuantScheme, Region
 
 Ranges = dict[tuple[str, str], Range]
+_SHAPES: Mapping[Region, Literal["heads", "attention"]] = MappingProxyType(
+    {
+        "attention_scores": "attention",
+        "attention_probs": "attention",
+        "attention_context": "heads",
+    }
+)
+"""What passes a tap that is not a tensor of tokens."""
 
 
 class FakeBackend:
-    """Runs every integer format of `linear_inputs`, `linear_outputs` and `lm_head`."""
+    """Runs every format in every region."""
 
     def apply_(
         self,
@@ -53,7 +71,7 @@ class FakeBackend:
     ) -> FakeApplied:
         """Quantize `model` in place; see `backends.Backend.apply_`."""
         selection = select(model, scheme)
-        for target in selection.targets:
+        for target in (*selection.targets, *selection.embeddings):
             if not bool(torch.isfinite(target.weight).all()):
                 raise QuantizationError(f"{target.name}: the weight holds non-finite values")
         coverage = report(scheme, selection, list(model.parameters()))
@@ -91,6 +109,8 @@ class FakeApplied:
     padding: PaddingContext = field(default_factory=PaddingContext)
     weights_changed: bool = False
     originals: list[_Original] = field(default_factory=list)
+    taps: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
+    """Those that quantize what passes them, and the class they had."""
 
     def verify(self) -> tuple[str, ...]:
         """Check, after a forward pass, that the scheme had an effect.
@@ -101,10 +121,16 @@ class FakeApplied:
         Raises:
             QuantizationError: No weight and no activation changed, or no quantized layer ran.
         """
-        if not self.session.called:
+        covered = [
+            item.module
+            for item in self.coverage.modules
+            if item.quantized and item.region != "embedding"
+        ]
+        what = "layers and regions" if self.coverage.num_sites else "layers"
+        if covered and not self.session.called:
             raise QuantizationError(
-                f"scheme {self.scheme.name!r}: none of {self.coverage.num_quantized} quantized "
-                "layers has run; the model does not call them"
+                f"scheme {self.scheme.name!r}: none of {len(covered)} quantized "
+                f"{what} has run; the model does not call them"
             )
         if not self.weights_changed and not self.session.activation_changed:
             raise QuantizationError(
@@ -116,11 +142,10 @@ class FakeApplied:
             warnings.append("no weight was changed by quantization")
         if self.scheme.activations is not None and not self.session.activation_changed:
             warnings.append("no activation was changed by quantization")
-        covered = [item.module for item in self.coverage.modules if item.quantized]
         idle = [name for name in covered if name not in self.session.called]
         if idle:
             warnings.append(
-                f"{len(idle)} of {len(covered)} quantized layers have not run: "
+                f"{len(idle)} of {len(covered)} quantized {what} have not run: "
                 + ", ".join(idle[:3])
                 + (", ..." if len(idle) > 3 else "")
             )
@@ -132,7 +157,7 @@ class FakeApplied:
         Raises:
             QuantizationError: The original weights were not kept, or were restored already.
         """
-        if not self.originals:
+        if not self.originals and not self.taps:
             raise QuantizationError(f"scheme {self.scheme.name!r} has been undone already")
         if any(original.weight is None for original in self.originals):
             raise QuantizationError(
@@ -145,7 +170,7 @@ class FakeApplied:
         """Quantize weights, each once however many layers share it, and change the layers."""
         quantizers = _Quantizers(self.scheme, self.ranges, self.padding)
         sharing: dict[int, list[Target]] = {}
-        for target in selection.targets:
+        for target in (*selection.targets, *selection.embeddings):
             sharing.setdefault(id(target.weight), []).append(target)
         for targets in sharing.values():
             weight = self._quantize_weight(targets[0])
@@ -157,7 +182,13 @@ class FakeApplied:
                 )
                 if weight is not None:
                     target.module._parameters["weight"] = weight
-                become_quantized_(target.module, quantizers.layer(target, self.session))
+                if target.region != "embedding":
+                    become_quantized_(target.module, quantizers.layer(target, self.session))
+        like = next(model.parameters())
+        for site in selection.sites:
+            kind = type(site.tap)
+            become_quantized_tap_(site.tap, quantizers.tap(site, self.session, like=like))
+            self.taps.append((site.tap, kind))
         if self.scheme.activations is None and not self.weights_changed:
             raise QuantizationError(
                 f"scheme {self.scheme.name!r}: no weight was changed by quantization"
@@ -171,6 +202,8 @@ class FakeApplied:
         self.padding.unwatch()
         if self.session.shared is not None:
             self.session.shared.clear()
+        while self.taps:
+            become_plain_(*self.taps.pop())
         for original in reversed(self.originals):
             if hasattr(original.module, "quantization"):
                 become_plain_(original.module, original.kind)
@@ -219,19 +252,29 @@ class _Quantizers:
             name=target.name,
             session=session,
             inputs=self._get(target, "input") if quantizes_inputs(self._scheme) else None,
-            outputs=self._get(target, "output") if quantizes_outputs(self._scheme) else None,
+            outputs=self._get(target, "output") if _has_outputs(target, self._scheme) else None,
         )
+
+    def tap(self, site: RegionSite, session: Session, *, like: Tensor) -> TapQuantization:
+        """Return how a place outside of layers quantizes tensors of `like`'s dtype and device."""
+        fmt = self._scheme.activations
+        assert fmt is not None
+        if not is_static(site.region, self._scheme):
+            return TapQuantization(site.name, session, dynamic_tap_quantizer(site.region, fmt))
+        quantizer = self._of_range(self._ranges[site.name, "input"], like=like)
+        return TapQuantization(site.name, session, AnyShape(quantizer))
 
     def _get(self, target: Target, side: str) -> ActivationQuantizer:
         if self._dynamic is not None:
             return self._dynamic
+        return self._of_range(self._ranges[target.name, side], like=target.weight)
+
+    def _of_range(self, span: Range, *, like: Tensor) -> ActivationQuantizer:
         assert self._scheme.activations is not None
-        span = self._ranges[target.name, side]
-        weight = target.weight
-        key = (*span.low.tolist(), *span.high.tolist(), weight.dtype, weight.device)
+        key = (*span.low.tolist(), *span.high.tolist(), like.dtype, like.device)
         if key not in self._static:
             self._static[key] = static_quantizer(
-                self._scheme.activations, span, dtype=weight.dtype, device=weight.device
+                self._scheme.activations, span, dtype=like.dtype, device=like.device
             )
         return self._static[key]
 
@@ -252,9 +295,19 @@ def _static_ranges(
     for target in selection.targets:
         if quantizes_inputs(scheme):
             sites.append(Site(target.name, target.module, "input"))
-        if quantizes_outputs(scheme):
+        if _has_outputs(target, scheme):
             sites.append(Site(target.name, target.module, "output"))
+    for site in selection.sites:
+        if is_static(site.region, scheme):
+            sites.append(Site(site.name, site.tap, "input", _SHAPES.get(site.region, "tokens")))
+    if not sites:
+        return {}
     return calibrate(model, sites, scheme.activations, batches)
+
+
+def _has_outputs(target: Target, scheme: QuantScheme) -> bool:
+    """Return whether what leaves a layer is quantized there, and not by a region's own tap."""
+    return quantizes_outputs(scheme) and target.output_region == "linear_outputs"
 
 
 def _entry_points(model: nn.Module) -> list[nn.Module]:

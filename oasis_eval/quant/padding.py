@@ -70,6 +70,22 @@ class PaddingContext:
             handle.remove()
         self._handles.clear()
 
+    def tokens(self, name: str) -> Tokens:
+        """Return the tokens of the running pass.
+
+        Raises:
+            QuantizationError: No pass is running, or its padding is not known.
+        """
+        if not self._running:
+            raise QuantizationError(
+                f"{name}: called outside of the model's forward pass, so padding is not known; "
+                "a range over tokens needs it (use granularity 'token' or static ranges)"
+            )
+        tokens = self._running[-1]
+        if tokens.unreadable is not None:
+            raise QuantizationError(f"{name}: padding is not known: {tokens.unreadable}")
+        return tokens
+
     def sequences(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
         """View activations as [B, T, K] beside the mask [B, T] of real tokens.
 
@@ -83,14 +99,7 @@ class PaddingContext:
         Raises:
             QuantizationError: It cannot be told which rows belong to which token.
         """
-        if not self._running:
-            raise QuantizationError(
-                f"{name}: called outside of the model's forward pass, so padding is not known; "
-                "a range over tokens needs it (use granularity 'token' or static ranges)"
-            )
-        tokens = self._running[-1]
-        if tokens.unreadable is not None:
-            raise QuantizationError(f"{name}: padding is not known: {tokens.unreadable}")
+        tokens = self.tokens(name)
         if x.dim() == 2 and x.shape[0] == tokens.num_sequences * tokens.num_tokens:
             x = x.unflatten(0, (tokens.num_sequences, tokens.num_tokens))
         fits = tuple(x.shape[:-1]) == (tokens.num_sequences, tokens.num_tokens)

@@ -11,7 +11,10 @@ from types import MappingProxyType
 
 from oasis_eval.spec import Backend, QuantScheme, Region
 
-_FAKE_REGIONS: frozenset[Region] = frozenset({"linear_inputs", "linear_outputs", "lm_head"})
+_LAYER_REGIONS: frozenset[Region] = frozenset(
+    {"linear_inputs", "linear_outputs", "lm_head", "embedding", "attention_gate", "depth_router"}
+)
+"""Regions that are layers; the others lie between them."""
 
 
 def unsupported(scheme: QuantScheme) -> str | None:
@@ -28,9 +31,9 @@ def unsupported(scheme: QuantScheme) -> str | None:
 def _fake(scheme: QuantScheme) -> str | None:
     if scheme.execution != "fake":
         return "backend 'fake' has execution 'fake' only; real execution is backend 'torch'"
-    foreign = [region for region in scheme.regions if region not in _FAKE_REGIONS]
-    if foreign:
-        return f"region {', '.join(foreign)} cannot be quantized by this version"
+    reason = _between_layers(scheme)
+    if reason is not None:
+        return reason
     if _rounds_floats(scheme):
         return "GPTQ rounds to integers, and the weights are floats"
     for fmt in (scheme.weights, scheme.activations):
@@ -38,6 +41,24 @@ def _fake(scheme: QuantScheme) -> str | None:
             return f"type {fmt.type} is a code book of backend 'bitsandbytes'"
     if scheme.outlier_threshold is not None:
         return "'outlier_threshold' belongs to backend 'bitsandbytes'"
+    return None
+
+
+def _between_layers(scheme: QuantScheme) -> str | None:
+    """Return why regions between layers cannot have the scheme's activation format."""
+    regions = [region for region in scheme.regions if region not in _LAYER_REGIONS]
+    fmt = scheme.activations
+    if not regions:
+        return None
+    named = f"region {', '.join(regions)}"
+    if fmt is None:
+        return f"{named} is of activations, and the scheme has no 'activations'"
+    if fmt.type != "int":
+        return f"{named} is quantized to integers only, found type {fmt.type}"
+    if scheme.is_static and fmt.granularity != "tensor":
+        return f"{named} has static ranges per 'tensor' only, found {fmt.granularity!r}"
+    if not scheme.is_static and fmt.granularity not in ("token", "group"):
+        return f"{named} has dynamic ranges per 'token' or 'group' only, found {fmt.granularity!r}"
     return None
 
 

@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from oasis_eval.errors import QuantizationError, SpecError
-from oasis_eval.spec import QuantScheme
+from oasis_eval.errors import QuantizationError, SpecError, UnsupportedSchemeError
+from oasis_eval.quant.regions import EVERYWHERE, RegionSite, running_taps, tap_sites
+from oasis_eval.spec import QuantScheme, Region
+
+_NEVER_ABSENT: frozenset[Region] = frozenset(
+    {"linear_inputs", "linear_outputs", "lm_head", "embedding"}
+)
 
 
 class Target(NamedTuple):
@@ -27,6 +32,10 @@ class Target(NamedTuple):
     is_copy: bool
     """Whether something that stays in floating point (the embedding of a tied head) uses the same
     weight, so that a copy of it is quantized."""
+    region: Region = "linear_inputs"
+    """`linear_inputs` for ordinary layers; small projections, embeddings and the head differ."""
+    output_region: Region = "linear_outputs"
+    """Another one where what leaves the layer is no ordinary output."""
 
     @property
     def weight(self) -> Tensor:
@@ -55,21 +64,37 @@ class Selection(NamedTuple):
     skipped: tuple[Skipped, ...]
     num_linear: int
     """Linear and Conv1D layers, the LM head included."""
+    embeddings: tuple[Target, ...] = ()
+    """Embeddings whose weights are quantized."""
+    sites: tuple[RegionSite, ...] = ()
+    """Where activations are quantized outside of layers."""
+    absent: tuple[Region, ...] = ()
+    """Regions of the scheme that the model does not have."""
 
 
 def select(model: nn.Module, scheme: QuantScheme) -> Selection:
-    """Decide for every layer of `model` whether `scheme` quantizes it.
+    """Decide for every layer and region of `model` whether `scheme` quantizes it.
+
+    Where the scheme names regions outside of layers, a few tokens are run through the model.
 
     Raises:
         SpecError: A skip pattern matches nothing.
+        UnsupportedSchemeError: A region that every transformer has cannot be found in this one.
         QuantizationError: A layer can be neither quantized nor left alone silently, or nothing
             would be quantized at all.
     """
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+    modules = dict(model.named_modules())
+    linears = {name: m for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D)}
+    embeddings = {name: m for name, m in modules.items() if isinstance(m, nn.Embedding)}
     raw = dict(_raw_weights(model))
-    _check_patterns(scheme, [*linears, *raw])
+    # Without a format for activations there is nothing to quantize between layers.
+    regions = scheme.regions if scheme.activations is not None else ()
+    taps = [tap for tap in tap_sites(model) if tap.region in regions]
+    names = [*linears, *raw, *(tap.name for tap in taps)]
+    _check_patterns(scheme, names + list(embeddings if "embedding" in scheme.regions else ()))
     head = _head(model, linears)
-    covered, skipped = {}, []
+    covered: dict[str, nn.Module] = {}
+    skipped = []
     for name, module in linears.items():
         reason = _skip_reason(name, module, scheme, is_head=module is head)
         if reason is None:
@@ -77,39 +102,38 @@ def select(model: nn.Module, scheme: QuantScheme) -> Selection:
             covered[name] = module
         else:
             skipped.append(Skipped(name, reason))
-    for name, parameter in raw.items():
-        shape = "x".join(str(size) for size in parameter.shape)
-        pattern = _matching(name, scheme)
-        if pattern is not None:
-            skipped.append(Skipped(name, f"skip pattern {pattern!r} (raw weight of {shape})"))
-        elif parameter.dim() == 3:
-            raise QuantizationError(
-                f"{name}: a raw {shape} weight (experts in one tensor), which this version cannot "
-                f"quantize; add {name!r} or a pattern to the scheme's 'skip' to leave it in "
-                "floating point"
-            )
+    skipped += _skipped_raw(raw, scheme)
+    tables: dict[str, nn.Module] = {}
+    for name, module in embeddings.items():
+        reason = _embedding_reason(name, scheme)
+        if reason is None:
+            tables[name] = module
         else:
-            skipped.append(Skipped(name, f"raw weight of {shape}, not a Linear"))
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding):
-            skipped.append(Skipped(name, "embedding: the region is not in the scheme"))
-        elif isinstance(module, nn.modules.conv._ConvNd):
+            skipped.append(Skipped(name, reason))
+    for name, module in modules.items():
+        if isinstance(module, nn.modules.conv._ConvNd):
             skipped.append(Skipped(name, "convolution, not a Linear"))
-    if not covered:
-        reasons = "; ".join(f"{item.name}: {item.reason}" for item in skipped[:3])
-        raise QuantizationError(
-            f"scheme {scheme.name!r} would quantize none of {len(linears)} linear layers"
-            + (f" ({reasons})" if reasons else "")
-        )
-    chosen = {id(module) for module in covered.values()}
-    left_alone = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in chosen
-        for parameter in module.parameters(recurse=False)
-    }
-    targets = [Target(name, m, id(m.weight) in left_alone) for name, m in covered.items()]
-    return Selection(tuple(targets), tuple(skipped), len(linears))
+    sites = _sites(model, scheme, taps)
+    skipped += sites.skipped
+    present = sites.present | {_region_of(m) for m in linears.values()} | _NEVER_ABSENT
+    absent = tuple(region for region in scheme.regions if region not in present)
+    _refuse_missing(model, scheme, absent)
+    if not (covered or tables or sites.chosen):
+        _refuse_nothing(scheme, len(linears), skipped, absent)
+    others = _weights_of_others(model, [*covered.values(), *tables.values()])
+    targets = []
+    for name, m in covered.items():
+        region = "lm_head" if m is head else _region_of(m)
+        outputs: Region = getattr(m, "output_region", "linear_outputs")
+        targets.append(Target(name, m, id(m.weight) in others, region, outputs))
+    return Selection(
+        tuple(targets),
+        tuple(skipped),
+        len(linears),
+        tuple(Target(name, m, id(m.weight) in others, "embedding") for name, m in tables.items()),
+        tuple(sites.chosen),
+        absent,
+    )
 
 
 def quantizes_inputs(scheme: QuantScheme) -> bool:
@@ -157,6 +181,94 @@ def _raw_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     yield name, parameter
 
 
+def _skipped_raw(raw: dict[str, nn.Parameter], scheme: QuantScheme) -> Iterator[Skipped]:
+    for name, parameter in raw.items():
+        shape = "x".join(str(size) for size in parameter.shape)
+        pattern = _matching(name, scheme)
+        if pattern is not None:
+            yield Skipped(name, f"skip pattern {pattern!r} (raw weight of {shape})")
+        elif parameter.dim() == 3:
+            raise QuantizationError(
+                f"{name}: a raw {shape} weight (experts in one tensor), which this version cannot "
+                f"quantize; add {name!r} or a pattern to the scheme's 'skip' to leave it in "
+                "floating point"
+            )
+        else:
+            yield Skipped(name, f"raw weight of {shape}, not a Linear")
+
+
+class _Sites(NamedTuple):
+    """The places of a scheme's regions outside of layers."""
+
+    chosen: list[RegionSite]
+    skipped: list[Skipped]
+    present: set[Region]
+    """Regions that the model has, skipped or not."""
+
+
+def _sites(model: nn.Module, scheme: QuantScheme, taps: list[RegionSite]) -> _Sites:
+    running = running_taps(model, taps)
+    sites = _Sites([], [], {tap.region for tap in taps if tap.name in running})
+    for tap in taps:
+        pattern = _matching(tap.name, scheme)
+        if tap.name not in running:
+            if tap.region in sites.present:
+                sites.skipped.append(Skipped(tap.name, "nothing passes here in this model"))
+        elif pattern is not None:
+            sites.skipped.append(Skipped(tap.name, f"skip pattern {pattern!r}"))
+        else:
+            sites.chosen.append(tap)
+    return sites
+
+
+def _region_of(module: nn.Module) -> Region:
+    region: Region = getattr(module, "quantization_region", "linear_inputs")
+    return region
+
+
+def _refuse_missing(model: nn.Module, scheme: QuantScheme, absent: tuple[Region, ...]) -> None:
+    missing = [region for region in absent if region in EVERYWHERE]
+    if missing:
+        raise UnsupportedSchemeError(
+            f"scheme {scheme.name!r}: region {', '.join(missing)} cannot be reached in "
+            f"{type(model).__name__}, which has no taps there: loading.prepare adds them where it "
+            "knows the model; else leave it out of 'regions'"
+        )
+
+
+def _refuse_nothing(
+    scheme: QuantScheme, num_linear: int, skipped: list[Skipped], absent: tuple[Region, ...]
+) -> NoReturn:
+    reasons = [f"the model has no {region}" for region in absent]
+    reasons += [f"{item.name}: {item.reason}" for item in skipped]
+    raise QuantizationError(
+        f"scheme {scheme.name!r} would quantize none of {num_linear} linear layers"
+        + (f" ({'; '.join(reasons[:3])})" if reasons else "")
+    )
+
+
+def _weights_of_others(model: nn.Module, chosen: list[nn.Module]) -> set[int]:
+    """Return the parameters that something outside of `chosen` uses."""
+    quantized = {id(module) for module in chosen}
+    return {
+        id(parameter)
+        for module in model.modules()
+        if id(module) not in quantized
+        for parameter in module.parameters(recurse=False)
+    }
+
+
+def _embedding_reason(name: str, scheme: QuantScheme) -> str | None:
+    pattern = _matching(name, scheme)
+    if pattern is not None:
+        return f"skip pattern {pattern!r}"
+    if "embedding" not in scheme.regions:
+        return "embedding: the region is not in the scheme"
+    if scheme.weights is None:
+        return "embedding: the scheme leaves weights in floating point"
+    return None
+
+
 def _matching(name: str, scheme: QuantScheme) -> str | None:
     return next((pattern for pattern in scheme.skip if fnmatchcase(name, pattern)), None)
 
@@ -177,9 +289,11 @@ def _skip_reason(name: str, module: nn.Module, scheme: QuantScheme, *, is_head: 
         return f"skip pattern {pattern!r}"
     if is_head:
         return None if "lm_head" in scheme.regions else "LM head: the region is not in the scheme"
-    region = getattr(module, "quantization_region", "linear_inputs")
+    region = _region_of(module)
     if region != "linear_inputs":
-        return f"belongs to region {region}, which is quantized in the full graph only"
+        if region in scheme.regions:
+            return None
+        return f"belongs to region {region}, which the scheme does not name"
     if scheme.regions and not {"linear_inputs", "linear_outputs"} & set(scheme.regions):
         return f"the scheme covers only {', '.join(scheme.regions)}"
     return None

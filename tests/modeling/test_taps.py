@@ -28,7 +28,7 @@ class Shift(nn.Module):
         super().__init__()
         self.by = by
 
-    def forward(self, value: Tensor) -> Tensor:
+    def forward(self, value: Tensor, mask: Tensor | None = None) -> Tensor:
         return value + self.by
 
 

@@ -144,10 +144,10 @@ def test_layers_of_another_region_are_left_alone(llama: LlamaForCausalLM) -> Non
     left = reasons(quantize_(llama, resolve("w8a8")).coverage)
 
     assert left["model.layers.0.attn_res"] == (
-        "belongs to region depth_router, which is quantized in the full graph only"
+        "belongs to region depth_router, which the scheme does not name"
     )
     assert left["model.layers.0.self_attn.q_proj"] == (
-        "belongs to region attention_gate, which is quantized in the full graph only"
+        "belongs to region attention_gate, which the scheme does not name"
     )
 
 

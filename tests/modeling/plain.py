@@ -1,0 +1,74 @@
+"""Tiny plain models of transformers, seeded, with weights large enough to matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+_BASE: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_NEOX = {key: value for key, value in _BASE.items() if key != "num_key_value_heads"}
+_GEMMA = _BASE | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+
+PLAIN: Mapping[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_BASE)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_BASE, sliding_window=8)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_BASE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_BASE, head_dim=16)),
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(**_GEMMA, layer_types=_TWO_KINDS, attn_logit_softcapping=3.0)
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_GEMMA, layer_types=_TWO_KINDS)),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            n_embd=48,
+            n_layer=2,
+            n_head=4,
+            vocab_size=256,
+            n_positions=128,
+            initializer_range=0.2,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    ),
+    "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_NEOX)),
+}
+"""Families whose decoder layers can be given taps on the residual stream."""
+
+
+def build_plain(family: str) -> Any:
+    """Return a model of a family in evaluation mode."""
+    torch.manual_seed(0)
+    return PLAIN[family]().eval()

@@ -46,15 +46,20 @@ def draw_order(num_blocks: Sequence[int], shares: Sequence[float], count: int, s
         count: I.
         seed: Of the run.
     """
-    chance = np.random.Generator(np.random.PCG64(seed))
-    source_I = chance.choice(len(num_blocks), size=count, p=np.asarray(shares, dtype=np.float64))
+    # One stream of draws a purpose: a longer run begins with the sequences of a shorter one.
+    source_I = _chance(seed, 0).choice(len(num_blocks), size=count, p=np.asarray(shares, dtype=np.float64))
     block_I = np.empty(count, dtype=np.int64)
     for source, size in enumerate(num_blocks):
+        chance = _chance(seed, 1 + source)
         places = np.flatnonzero(source_I == source)
         rounds = [chance.permutation(size) for _ in range(-(-len(places) // size))]
         if rounds:
             block_I[places] = np.concatenate(rounds)[: len(places)]
     return Order(source_I, block_I)
+
+
+def _chance(seed: int, purpose: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64([seed, purpose]))
 
 
 class TrainingBlocks(Dataset[Batch]):

@@ -87,6 +87,22 @@ def backend_for(scheme: QuantScheme) -> Backend:
         from oasis_eval.quant.fake import FakeBackend
 
         return FakeBackend()
+    if scheme.backend == "torch":
+        from oasis_eval.quant.integer import TorchBackend
+
+        return TorchBackend()
+    if scheme.backend == "bitsandbytes":
+        from oasis_eval.quant.bnb import BitsAndBytesBackend
+
+        return BitsAndBytesBackend()
+    if scheme.backend == "quanto":
+        from oasis_eval.quant.quanto import QuantoBackend
+
+        return QuantoBackend()
+    if scheme.backend == "torchao":
+        from oasis_eval.quant.torchao import TorchaoBackend
+
+        return TorchaoBackend()
     raise UnsupportedSchemeError(
         f"scheme {scheme.name!r}: backend {scheme.backend!r} cannot be run by this version"
     )

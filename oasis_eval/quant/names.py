@@ -167,6 +167,8 @@ def _weight_format(match: re.Match[str]) -> TensorFormat | None:
     if match["static"]:
         return TensorFormat(bits=bits, granularity="tensor")
     group = int(match["group"]) if match["group"] else None
+    if match["library"] == "quanto" and bits == 4:
+        return TensorFormat(bits=4, granularity="group", group_size=group or 128, symmetric=False)
     return TensorFormat(bits=bits, granularity="group" if group else "channel", group_size=group)
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
+from oasis_eval.quant import libraries
 from oasis_eval.spec import Backend, QuantScheme, Region
 
+_INTEGER_REGIONS: frozenset[Region] = frozenset({"linear_inputs", "lm_head"})
+"""Regions that enter integer products."""
 _LAYER_REGIONS: frozenset[Region] = frozenset(
     {"linear_inputs", "linear_outputs", "lm_head", "embedding", "attention_gate", "depth_router"}
 )
@@ -34,14 +37,20 @@ def _fake(scheme: QuantScheme) -> str | None:
     reason = _between_layers(scheme)
     if reason is not None:
         return reason
-    if _rounds_floats(scheme):
-        return "GPTQ rounds to integers, and the weights are floats"
     for fmt in (scheme.weights, scheme.activations):
         if fmt is not None and fmt.type in ("nf4", "bnb_fp4"):
             return f"type {fmt.type} is a code book of backend 'bitsandbytes'"
+    if _rounds_floats(scheme):
+        return "GPTQ rounds to integers, and the weights are floats"
     if scheme.outlier_threshold is not None:
         return "'outlier_threshold' belongs to backend 'bitsandbytes'"
     return None
+
+
+def _rounds_floats(scheme: QuantScheme) -> bool:
+    """Whether GPTQ is asked for a format that it has no codes of."""
+    is_float = scheme.weights is not None and scheme.weights.type != "int"
+    return is_float and any(transform.kind == "gptq" for transform in scheme.transforms)
 
 
 def _between_layers(scheme: QuantScheme) -> str | None:
@@ -62,26 +71,31 @@ def _between_layers(scheme: QuantScheme) -> str | None:
     return None
 
 
-def _rounds_floats(scheme: QuantScheme) -> bool:
-    """Whether GPTQ is asked for a format that it has no codes of."""
-    is_float = scheme.weights is not None and scheme.weights.type != "int"
-    return is_float and any(transform.kind == "gptq" for transform in scheme.transforms)
-
-
 def _torch(scheme: QuantScheme) -> str | None:
-    return "real execution cannot be run by this version; use 'fake'"
-
-
-def _bitsandbytes(scheme: QuantScheme) -> str | None:
-    return "backend 'bitsandbytes' cannot be run by this version; use 'fake'"
-
-
-def _quanto(scheme: QuantScheme) -> str | None:
-    return "backend 'quanto' cannot be run by this version; use 'fake'"
-
-
-def _torchao(scheme: QuantScheme) -> str | None:
-    return "backend 'torchao' cannot be run by this version; use 'fake'"
+    if scheme.execution != "real":
+        return "backend 'torch' has execution 'real' only; fake execution is backend 'fake'"
+    weights, activations = scheme.weights, scheme.activations
+    foreign = [region for region in scheme.regions if region not in _INTEGER_REGIONS]
+    if foreign:
+        return (
+            f"region {', '.join(foreign)} has no integer product; real execution covers "
+            f"{' and '.join(sorted(_INTEGER_REGIONS))}, use 'fake' for the rest"
+        )
+    if weights is None:
+        return "real execution stores integer weights, and the scheme leaves them alone; use 'fake'"
+    for fmt in (weights, activations):
+        if fmt is not None and fmt.type != "int":
+            return f"type {fmt.type} has no integer codes; use 'fake'"
+    if weights.bits not in (4, 8):
+        return f"weights of {weights.bits} bits have no storage here, 4 and 8 have; use 'fake'"
+    if activations is not None and activations.granularity not in ("token", "group"):
+        if activations.granularity == "channel":
+            return "a scale per input channel cannot be taken out of an integer sum; use 'fake'"
+        if not scheme.is_static:
+            return "dynamic ranges are per token or group in real execution; use 'fake'"
+    if scheme.outlier_threshold is not None:
+        return "'outlier_threshold' belongs to backend 'bitsandbytes'"
+    return None
 
 
 def _unknown(scheme: QuantScheme) -> str | None:
@@ -92,8 +106,8 @@ _REASONS: Mapping[Backend, Callable[[QuantScheme], str | None]] = MappingProxyTy
     {
         "fake": _fake,
         "torch": _torch,
-        "bitsandbytes": _bitsandbytes,
-        "quanto": _quanto,
-        "torchao": _torchao,
+        "bitsandbytes": libraries.bitsandbytes,
+        "quanto": libraries.quanto,
+        "torchao": libraries.torchao,
     }
 )

@@ -1,0 +1,311 @@
+"""Layers of other libraries in the place of a model's own, and what holds for all of them.
+
+A library's backend says how one Linear becomes one of its layers and what that layer really is;
+this module finds the layers, puts the new ones in, takes them out again, and watches them run.
+What a report says comes from the layers that are there, never from what was asked for.
+
+Dimensions: M rows (tokens), N output channels, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
+
+from oasis_eval.errors import QuantizationError
+from oasis_eval.quant.coverage import COPY_NOTE, Layer, assemble, sizes
+from oasis_eval.quant.targets import Target, select
+from oasis_eval.record import Coverage, ModuleCoverage
+from oasis_eval.spec import QuantScheme
+
+_WATCHED_ROWS = 8
+_LEAST_CHANGE = 2e-3
+"""Relative change of an output that only quantized inputs explain: rounding to bf16 makes half of
+it at most, 8-bit inputs make several times as much."""
+
+
+class Facts(NamedTuple):
+    """What a library's layer really is."""
+
+    covered: ModuleCoverage
+    stored_bits: int
+    """Bits of its codes, scales and offsets."""
+
+
+class Library(Protocol):
+    """One library's way of quantizing a Linear."""
+
+    name: str
+
+    def convert(self, name: str, linear: nn.Linear) -> nn.Module:
+        """Return the library's layer for a Linear, which stays as it is.
+
+        Raises:
+            QuantizationError: The library cannot hold this layer's numbers.
+        """
+        ...
+
+    def facts(self, name: str, layer: nn.Module) -> Facts:
+        """Return what `layer` is, from the tensors in it.
+
+        Raises:
+            QuantizationError: It is not quantized.
+        """
+        ...
+
+    def dequantize(self, layer: nn.Module) -> Tensor:
+        """Return the weight [N, K] that the codes of `layer` stand for."""
+        ...
+
+    def check_input(self, name: str, layer: nn.Module, x: Tensor) -> None:
+        """Look at what enters a layer.
+
+        Raises:
+            QuantizationError: The library would turn it into wrong numbers.
+        """
+        ...
+
+
+class _Place(NamedTuple):
+    """Where a layer was replaced."""
+
+    parent: nn.Module
+    key: str
+    original: nn.Module | None
+    """None: not kept."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LibraryApplied:
+    """A library's scheme in effect on a model."""
+
+    scheme: QuantScheme
+    library: Library
+    warnings: tuple[str, ...]
+    """What holds for this scheme on any model."""
+    layers: dict[str, nn.Module] = field(default_factory=dict)
+    """The library's layers, by name."""
+    called: set[str] = field(default_factory=set)
+    weights_changed: bool = False
+    activation_changed: bool = False
+    places: list[_Place] = field(default_factory=list)
+    handles: list[RemovableHandle] = field(default_factory=list)
+    _coverage: Coverage | None = None
+
+    @property
+    def coverage(self) -> Coverage:
+        """What the layers in the model really are."""
+        assert self._coverage is not None
+        return self._coverage
+
+    def attach_(self, model: nn.Module, *, keep_reference: bool) -> None:
+        """Replace the layers that the scheme covers."""
+        selection = select(model, self.scheme)
+        before = sizes(model.parameters())
+        weights = [id(target.weight) for target in selection.targets]
+        layers = []
+        for target, weight in zip(selection.targets, weights, strict=True):
+            if not bool(torch.isfinite(target.weight).all()):
+                raise QuantizationError(f"{target.name}: the weight holds non-finite values")
+            facts = self._replace(model, target, keep_reference=keep_reference)
+            layers.append(Layer(*facts, weight, target.is_copy))
+        self._coverage = assemble(selection, layers, before)
+        if self.scheme.activations is None and not self.weights_changed:
+            raise QuantizationError(
+                f"scheme {self.scheme.name!r}: no weight was changed by quantization"
+            )
+
+    def detach_(self) -> None:
+        """Put the original layers back where they were kept."""
+        for handle in self.handles:
+            handle.remove()
+        for place in reversed(self.places):
+            if place.original is not None:
+                place.parent._modules[place.key] = place.original
+        self.handles.clear()
+        self.places.clear()
+        self.layers.clear()
+
+    def undo(self) -> None:
+        """Restore the model bit for bit; see `backends.Applied`."""
+        if not self.places:
+            raise QuantizationError(f"scheme {self.scheme.name!r} has been undone already")
+        if any(place.original is None for place in self.places):
+            raise QuantizationError(
+                f"scheme {self.scheme.name!r} cannot be undone: the original weights were not "
+                "kept; load the checkpoint again, or quantize with keep_reference"
+            )
+        self.detach_()
+
+    def verify(self) -> tuple[str, ...]:
+        """Check, after a forward pass, that the scheme had an effect; see `backends.Applied`."""
+        return (
+            *effects(
+                self.scheme,
+                tuple(self.layers),
+                self.called,
+                weights_changed=self.weights_changed,
+                activation_changed=self.activation_changed,
+            ),
+            *self.warnings,
+        )
+
+    def _replace(self, model: nn.Module, target: Target, *, keep_reference: bool) -> Facts:
+        linear = _as_linear(target)
+        layer = self.library.convert(target.name, linear)
+        layer.train(target.module.training)
+        facts = self.library.facts(target.name, layer)
+        if not self.weights_changed:
+            weight = self.library.dequantize(layer).to(linear.weight)
+            self.weights_changed = not torch.equal(weight, linear.weight)
+        self.handles += self._watch(target.name, layer)
+        for parent in list(model.modules()):
+            for key, child in parent._modules.items():
+                if child is target.module:
+                    parent._modules[key] = layer
+                    original = target.module if keep_reference else None
+                    self.places.append(_Place(parent, key, original))
+        self.layers[target.name] = layer
+        if not keep_reference:  # so that two copies of one layer are held, not of the model
+            target.module._parameters["weight"] = None
+        if not target.is_copy:
+            return facts
+        note = "; ".join(filter(None, (COPY_NOTE, facts.covered.note)))
+        return facts._replace(covered=facts.covered.model_copy(update={"note": note}))
+
+    def _watch(self, name: str, layer: nn.Module) -> list[RemovableHandle]:
+        """Note that a layer runs, check its input, and see whether it quantizes it."""
+        entered: list[Tensor] = []
+
+        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            self.called.add(name)
+            self.library.check_input(name, module, args[0])
+            entered.clear()
+            if self.scheme.activations is not None and not self.activation_changed:
+                entered.append(_first_rows(args[0]))
+
+        def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+            if entered:
+                self.activation_changed = self._quantizes_input(module, entered.pop(), output)
+
+        return [
+            # Ahead of the library's own hooks, which may quantize the input.
+            layer.register_forward_pre_hook(before, prepend=True),
+            layer.register_forward_hook(after),
+        ]
+
+    def _quantizes_input(self, layer: nn.Module, x_MK: Tensor, output: Tensor) -> bool:
+        """Return whether an output is another than that of the quantized weight alone."""
+        bias = layer.bias.float() if isinstance(layer.bias, Tensor) else None
+        expected_MN = F.linear(x_MK.float(), self.library.dequantize(layer).float(), bias)
+        change = (_first_rows(output).float() - expected_MN).norm()
+        return bool(change > _LEAST_CHANGE * expected_MN.norm())
+
+
+def effects(
+    scheme: QuantScheme,
+    covered: Sequence[str],
+    called: set[str],
+    *,
+    weights_changed: bool,
+    activation_changed: bool,
+) -> tuple[str, ...]:
+    """Return warnings about layers that have not run and halves of a scheme without effect.
+
+    Raises:
+        QuantizationError: No weight and no activation changed, or no quantized layer ran.
+    """
+    if not called:
+        raise QuantizationError(
+            f"scheme {scheme.name!r}: none of {len(covered)} quantized layers has run; the model "
+            "does not call them"
+        )
+    if not weights_changed and not activation_changed:
+        raise QuantizationError(
+            f"scheme {scheme.name!r}: no weight and no activation was changed by quantization"
+        )
+    warnings = []
+    if scheme.weights is not None and not weights_changed:
+        warnings.append("no weight was changed by quantization")
+    if scheme.activations is not None and not activation_changed:
+        warnings.append("no activation was changed by quantization")
+    idle = [name for name in covered if name not in called]
+    if idle:
+        warnings.append(
+            f"{len(idle)} of {len(covered)} quantized layers have not run: "
+            + ", ".join(idle[:3])
+            + (", ..." if len(idle) > 3 else "")
+        )
+    return tuple(warnings)
+
+
+def replace_(
+    model: nn.Module,
+    scheme: QuantScheme,
+    library: Library,
+    *,
+    keep_reference: bool,
+    warnings: tuple[str, ...] = (),
+) -> LibraryApplied:
+    """Put a library's layers in the place of those that `scheme` covers.
+
+    Raises:
+        SpecError: A skip pattern matches nothing.
+        QuantizationError: A layer cannot be replaced, or nothing would be.
+    """
+    applied = LibraryApplied(scheme=scheme, library=library, warnings=warnings)
+    try:
+        applied.attach_(model, keep_reference=keep_reference)
+    except BaseException:
+        applied.detach_()
+        raise
+    return applied
+
+
+def check_product(library: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Check a library's 8-bit integer product on this device, with random and extreme codes.
+
+    Args:
+        library: For the message.
+        product: Takes int8 codes [M, K] and [N, K], returns their products [M, N].
+
+    Raises:
+        QuantizationError: Sums are off by more than fp32 accumulation explains.
+    """
+    generator = torch.Generator().manual_seed(0)
+    first_MK = torch.randint(-128, 128, (32, 1024), generator=generator).to(torch.int8)
+    second_NK = torch.randint(-128, 128, (64, 1024), generator=generator).to(torch.int8)
+    first_MK[:4], second_NK[:4] = 127, 127
+    first_MK[4:8], second_NK[4:8] = -128, -128
+    expected_MN = first_MK.double() @ second_NK.double().T
+    error = float((product(first_MK, second_NK).double() - expected_MN).abs().max())
+    if error > 1e-6 * float(expected_MN.abs().max()):
+        raise QuantizationError(
+            f"{library}: its 8-bit integer product is wrong on this processor (off by {error:g} "
+            "where sums are exact); use backend 'fake' or 'torch'"
+        )
+
+
+def _first_rows(x: Tensor) -> Tensor:
+    if hasattr(x, "dequantize") and type(x) is not Tensor:
+        x = x.dequantize()
+    return x.detach().reshape(-1, x.shape[-1])[:_WATCHED_ROWS]
+
+
+def _as_linear(target: Target) -> nn.Linear:
+    """Return a Linear that computes what the target does, on the same parameters."""
+    weight = target.weight.detach()
+    weight_NK = weight.T.contiguous() if target.is_transposed else weight
+    num_outputs, num_inputs = weight_NK.shape
+    bias = target.module.bias
+    linear = nn.Linear(num_inputs, num_outputs, bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight_NK, requires_grad=False)
+    if isinstance(bias, Tensor):
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear

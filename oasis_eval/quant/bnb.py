@@ -1,9 +1,9 @@
 """bitsandbytes: LLM.int8() with outlier columns, and 4-bit weights in its code books.
 
 - `Linear8bitLt`: weights int8 per output channel; inputs are cast to fp16 and quantized per token;
-  input columns with a value beyond the threshold, in any token of the batch, stay in floating
-  point. So a score depends on what shares a batch, and inputs beyond fp16's largest number cannot
-  be run: both are said, the second by an error.
+  input columns with a value beyond the threshold, in any token of the pass, stay in floating
+  point. So a score depends on what shares a pass (the batch, and whether tokens come one by one),
+  and inputs beyond fp16's largest number cannot be run: both are said, the second by an error.
 - `Linear4bit`: weights are looked up in nf4 or fp4, by the block; the product is in the compute
   dtype. Blocks run through the weight row after row, so one may hold the end of a row and the
   start of the next.
@@ -81,8 +81,8 @@ class EightBit:
         if self._threshold == 0.0:
             return ()
         return (
-            f"bitsandbytes: input columns where any token of the batch reaches "
-            f"{self._threshold:g} stay in floating point, so scores depend on the batch",
+            f"bitsandbytes: input columns where any token reaches {self._threshold:g} stay in "
+            "floating point, so scores depend on which tokens share a forward pass",
         )
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:

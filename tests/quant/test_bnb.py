@@ -140,7 +140,7 @@ def test_scores_under_outlier_columns_depend_on_the_batch(
         applied.undo()
 
     assert warnings["bnb-w8a8"] == ()
-    assert "scores depend on the batch" in warnings["llm-int8"][0]
+    assert "scores depend on which tokens share a forward pass" in warnings["llm-int8"][0]
 
 
 def test_the_cast_to_fp16_is_not_announced(

@@ -139,6 +139,8 @@ def quantize_(
         raise UnsupportedSchemeError(reason)
     backend = backend_for(scheme)
     transformed = transform_(model, scheme, batches)
+    if not keep_reference:
+        transformed.undos.clear()
     try:
         applied = backend.apply_(
             model, scheme, batches, codes=transformed.codes, keep_reference=keep_reference
@@ -161,7 +163,7 @@ class _AppliedTransformed:
         return self.applied.coverage
 
     def verify(self) -> tuple[str, ...]:
-        return self.applied.verify()
+        return (*self.applied.verify(), *self.transformed.notes)
 
     def undo(self) -> None:
         self.applied.undo()

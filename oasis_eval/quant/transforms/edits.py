@@ -22,6 +22,12 @@ def matrix_of(layer: nn.Module) -> Tensor:
     return weight.T.contiguous() if isinstance(layer, Conv1D) else weight.clone()
 
 
+def shape_of(layer: nn.Module) -> tuple[int, int]:
+    """Return (N, K) of a Linear or Conv1D."""
+    rows, columns = cast(Tensor, layer.weight).shape
+    return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
+
+
 class Edits:
     """Parameters replaced and hooks added so far."""
 
@@ -56,9 +62,7 @@ class Edits:
 
     def set_matrix(self, layer: nn.Module, matrix_NK: Tensor) -> None:
         """Give a Linear or Conv1D another weight [N, K]."""
-        self.set_parameter(
-            layer, "weight", matrix_NK.T if isinstance(layer, Conv1D) else matrix_NK
-        )
+        self.set_parameter(layer, "weight", matrix_NK.T if isinstance(layer, Conv1D) else matrix_NK)
 
     def add_hook(self, handle: torch.utils.hooks.RemovableHandle) -> None:
         """Remember a hook that was added."""

@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
 
     factors: tuple[int, ...]
     """Orders of the matrices whose Kronecker product a block is, outermost first."""
-    count: int
+    number: int
     """Blocks; 1 where the width as a whole has a Hadamard matrix."""
 
     @property

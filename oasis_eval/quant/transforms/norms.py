@@ -39,7 +39,7 @@ class Norm(NamedTuple):
     """Whether the mean is subtracted."""
 
     @property
-    def gain_D(self) -> Tensor:
+    def gain_D(self) -> Tensor:  # noqa: N802 - shape suffix
         """Factors of the channels, float64."""
         return cast(Tensor, self.module.weight).detach().double() + self.offset
 
@@ -191,7 +191,9 @@ class _Tracer(TorchFunctionMode):
                 self._note(followed, getattr(func, "__name__", str(func)), given, result)
         return result
 
-    def _note(self, followed: _Followed, function: str, given: list[Tensor], result: object) -> None:
+    def _note(
+        self, followed: _Followed, function: str, given: list[Tensor], result: object
+    ) -> None:
         tensor, norm, start = followed
         layers = [self._layers[id(item)] for item in given if id(item) in self._layers]
         if layers:
@@ -199,9 +201,9 @@ class _Tracer(TorchFunctionMode):
                 reader = Reader(name, layer, start, start + tensor.shape[-1])
                 self.readers[norm].linear[name, start] = reader
             return
-        results = [item for item in _tensors((result,)) if item is not tensor]
+        results = list(_tensors((result,)))
         if not results:
-            return  # a shape, a dtype, or the tensor itself
+            return  # a shape or a dtype
         width = tensor.shape[-1]
         if function in _SAME_CHANNELS and [item.shape[-1] for item in results] == [width]:
             self._followed[id(results[0])] = _Followed(results[0], norm, start)

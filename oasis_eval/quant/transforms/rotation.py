@@ -46,7 +46,7 @@ class Rotation:
         if not inverse:
             work = work * signs
         shape = work.shape
-        rows = self.blocks.count * math.prod(shape[:-1])
+        rows = self.blocks.number * math.prod(shape[:-1])
         left, right = 1, self.blocks.size
         for factor in factors:
             order = factor.shape[0]
@@ -84,9 +84,9 @@ class Rotations:
     def notes(self) -> list[str]:
         """Say which widths have blocks, because no Hadamard matrix of theirs is known here."""
         return [
-            f"width {width} is rotated in {rotation.blocks.count} blocks of {rotation.blocks.size}"
+            f"width {width} is rotated in {rotation.blocks.number} blocks of {rotation.blocks.size}"
             for width, rotation in sorted(self._made.items())
-            if rotation.blocks.count > 1
+            if rotation.blocks.number > 1
         ]
 
 

@@ -21,14 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from oasis_eval.quant.calibrate import Batch, Site, calibrate
-from oasis_eval.quant.targets import Selection
-from oasis_eval.quant.transforms.edits import Edits, matrix_of
+from oasis_eval.errors import QuantizationError
+from oasis_eval.quant.calibrate import Batch, Site, attach, evaluation_mode, runner, tokens_of
+from oasis_eval.quant.padding import PaddingContext
+from oasis_eval.quant.targets import Selection, Target
+from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of
 from oasis_eval.quant.transforms.norms import Norm, Readers, norm_of, trace_readers
 from oasis_eval.quant.transforms.structure import ChannelPair, channel_pairs
-from oasis_eval.spec import SmoothQuant, TensorFormat
+from oasis_eval.spec import SmoothQuant
 
-_EXTREMES = TensorFormat(bits=8, granularity="channel", ranges="minmax")
 _SMALLEST, _LARGEST = 1e-5, 1e5
 
 
@@ -37,14 +38,14 @@ class _Factors:
     """What one layer's weight [N, K] and bias [N] will be multiplied by."""
 
     layer: nn.Module
-    rows_N: Tensor
-    columns_K: Tensor
+    rows_N: Tensor  # noqa: N815 - shape suffix
+    columns_K: Tensor  # noqa: N815 - shape suffix
 
     @classmethod
     def of(cls, layer: nn.Module) -> _Factors:
-        num_rows, num_columns = matrix_of(layer).shape
-        ones = torch.ones(max(num_rows, num_columns), dtype=torch.float64)
-        return cls(layer, ones[:num_rows].clone(), ones[:num_columns].clone())
+        num_rows, num_columns = shape_of(layer)
+        rows_N = torch.ones(num_rows, dtype=torch.float64)
+        return cls(layer, rows_N, torch.ones(num_columns, dtype=torch.float64))
 
     def matrix(self) -> Tensor:
         matrix_NK = matrix_of(self.layer)
@@ -73,20 +74,19 @@ def smooth_(  # noqa: PLR0913, PLR0917 - a transform's own five, and how to run 
         Notes: layers left alone.
 
     Raises:
-        QuantizationError: There is no text, or a layer saw none of it.
+        QuantizationError: There is no text, or an input is not finite.
     """
     readers = trace_readers(model, run)
-    sites = [Site(target.name, target.module, "input") for target in selection.targets]
-    spans = calibrate(model, sites, _EXTREMES, batches)
-    largest = {
-        name: torch.maximum(span.high, -span.low).double() for (name, _), span in spans.items()
-    }
+    largest = _largest_inputs(model, selection.targets, batches)
     modules = dict(model.named_modules())
     shared = _shared_weights(model)
     factors: dict[str, _Factors] = {}
     smoothed: set[str] = set()
     for pair in channel_pairs(model):
-        if pair.second_name in largest and not shared & {id(pair.first.weight), id(pair.second.weight)}:
+        if pair.second_name in largest and not shared & {
+            id(pair.first.weight),
+            id(pair.second.weight),
+        }:
             _smooth_pair(pair, largest[pair.second_name], spec.alpha, factors)
             smoothed.add(pair.second_name)
     for name, reading in readers.items():
@@ -124,11 +124,48 @@ def scales(inputs_K: Tensor, weights_K: Tensor, alpha: float) -> Tensor:
     return torch.where(is_empty, torch.ones_like(scale_K), scale_K.clamp(_SMALLEST, _LARGEST))
 
 
+def _largest_inputs(
+    model: nn.Module, targets: Sequence[Target], batches: Sequence[Batch]
+) -> dict[str, Tensor]:
+    """Return the largest absolute input [K] of every layer over real tokens, float64.
+
+    Layers that no token reaches are left out.
+    """
+    if not any(bool(batch.attention_mask_BT.any()) for batch in batches):
+        raise QuantizationError("SmoothQuant needs calibration text, and there is none")
+    largest: dict[str, Tensor] = {}
+
+    def observer(name: str) -> Callable[[Tensor, int], None]:
+        def observe(x_TK: Tensor, _: int) -> None:
+            seen_K = x_TK.abs().amax(0).double()
+            largest[name] = torch.maximum(largest.get(name, seen_K), seen_K)
+
+        return observe
+
+    context = PaddingContext()
+    sites = [Site(target.name, target.module, "input") for target in targets]
+    run = runner(model, sites)
+    handles = [attach(site, observer(site.name), context) for site in sites]
+    try:
+        with torch.no_grad(), evaluation_mode(model):
+            for batch in batches:
+                context.enter(tokens_of(batch))
+                run(batch)
+                context.leave()
+    finally:
+        for handle in handles:
+            handle.remove()
+    for name, seen_K in largest.items():
+        if not bool(torch.isfinite(seen_K).all()):
+            raise QuantizationError(f"{name}: inputs on the calibration text are not finite")
+    return largest
+
+
 def _smooth_pair(
     pair: ChannelPair, inputs_K: Tensor, alpha: float, factors: dict[str, _Factors]
 ) -> None:
-    first = factors.setdefault(pair.first_name, _Factors.of(pair.first))
-    second = factors.setdefault(pair.second_name, _Factors.of(pair.second))
+    first = _factors_of(factors, pair.first_name, pair.first)
+    second = _factors_of(factors, pair.second_name, pair.second)
     shape = (pair.num_heads, pair.repeats, -1)
     weights_K = second.matrix().abs().amax(0)
     inputs_HC = inputs_K.to(weights_K).reshape(shape).amax(1)
@@ -151,7 +188,7 @@ def _smooth_readers(
     weights_D = torch.zeros_like(norm.gain_D)
     for reader in reading.linear.values():
         part = slice(reader.start, reader.stop)
-        item = factors.setdefault(reader.name, _Factors.of(reader.layer))
+        item = _factors_of(factors, reader.name, reader.layer)
         if reader.name in largest:
             seen = largest[reader.name].to(inputs_D)
             inputs_D[part] = torch.maximum(inputs_D[part], seen)
@@ -161,6 +198,12 @@ def _smooth_readers(
     for reader in reading.linear.values():
         factors[reader.name].columns_K *= scale_D[reader.start : reader.stop].cpu()
     return scale_D
+
+
+def _factors_of(factors: dict[str, _Factors], name: str, layer: nn.Module) -> _Factors:
+    if name not in factors:
+        factors[name] = _Factors.of(layer)
+    return factors[name]
 
 
 def _is_foldable(norm: Norm, reading: Readers, shared: set[int]) -> bool:

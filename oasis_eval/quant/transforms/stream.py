@@ -19,14 +19,15 @@ Dimensions: D width, N outputs, K inputs of a layer.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from oasis_eval.errors import UnsupportedSchemeError
 from oasis_eval.quant.targets import Selection
-from oasis_eval.quant.transforms.edits import Edits, matrix_of
+from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of
 from oasis_eval.quant.transforms.rotation import OnlineInput, RotatedInput, Rotation, Rotations
 from oasis_eval.quant.transforms.structure import (
     ResidualStream,
@@ -36,7 +37,15 @@ from oasis_eval.quant.transforms.structure import (
 from oasis_eval.spec import Hadamard
 
 
-def rotate_(model: nn.Module, spec: Hadamard, selection: Selection, edits: Edits) -> list[str]:
+class Rotated(NamedTuple):
+    """How a model was rotated."""
+
+    along_stream: bool
+    """Whether offline along the residual stream, which moves the gains of all norms."""
+    notes: list[str]
+
+
+def rotate_(model: nn.Module, spec: Hadamard, selection: Selection, edits: Edits) -> Rotated:
     """Rotate a model in place without changing its function.
 
     Args:
@@ -46,7 +55,7 @@ def rotate_(model: nn.Module, spec: Hadamard, selection: Selection, edits: Edits
         edits: Takes note of every change.
 
     Returns:
-        Notes: in which way, blocks instead of whole widths, weights no longer tied.
+        In which way, and notes: blocks instead of whole widths, weights no longer tied.
 
     Raises:
         UnsupportedSchemeError: The structure is not known and the forward pass may not rotate.
@@ -62,12 +71,12 @@ def rotate_(model: nn.Module, spec: Hadamard, selection: Selection, edits: Edits
             ) from error
         _rotate_inputs(layers, rotations, edits)
         notes = [f"rotated before each quantized layer in the forward pass, since {error}"]
-        return notes + rotations.notes() + _unrotated(layers, rotations)
+        return Rotated(False, notes + rotations.notes() + _unrotated(layers, rotations))
     notes = _rotate_stream(stream, rotations, edits)
     if spec.online:
         online = {name: layer for name, layer in stream.writers.items() if name in layers}
         _rotate_inputs(online, rotations, edits)
-    return notes + rotations.notes()
+    return Rotated(True, notes + rotations.notes())
 
 
 def _rotate_stream(stream: ResidualStream, rotations: Rotations, edits: Edits) -> list[str]:
@@ -110,20 +119,19 @@ def _rotate_query(router: nn.Module, rotation: Rotation, edits: Edits) -> None:
     edits.set_parameter(key_norm, "weight", torch.ones_like(gain_D))
 
 
-def _rotate_inputs(layers: dict[str, nn.Module], rotations: Rotations, edits: Edits) -> None:
+def _rotate_inputs(layers: Mapping[str, nn.Module], rotations: Rotations, edits: Edits) -> None:
     """Rotate the inputs of layers in the forward pass, and their weights to match."""
     memory = OnlineInput()
     for layer in layers.values():
-        matrix_NK = matrix_of(layer)
-        rotation = rotations.of(matrix_NK.shape[1])
+        rotation = rotations.of(shape_of(layer)[1])
         if rotation.blocks.size == 1:
             continue
-        edits.set_matrix(layer, rotation.apply(matrix_NK))
+        edits.set_matrix(layer, rotation.apply(matrix_of(layer)))
         edits.add_hook(layer.register_forward_pre_hook(RotatedInput(rotation, memory)))
 
 
-def _unrotated(layers: dict[str, nn.Module], rotations: Rotations) -> list[str]:
+def _unrotated(layers: Mapping[str, nn.Module], rotations: Rotations) -> list[str]:
     names = [
-        name for name, layer in layers.items() if rotations.of(matrix_of(layer).shape[1]).blocks.size == 1
+        name for name, layer in layers.items() if rotations.of(shape_of(layer)[1]).blocks.size == 1
     ]
     return [f"not rotated, of odd width: {', '.join(names)}"] if names else []

@@ -245,7 +245,9 @@ def channel_pairs(model: nn.Module) -> Iterator[ChannelPair]:
     """
     names = {id(module): name for name, module in model.named_modules()}
 
-    def pair(first: nn.Module, start: int, second: nn.Module, heads: int, repeats: int) -> ChannelPair:
+    def pair(
+        first: nn.Module, start: int, second: nn.Module, heads: int, repeats: int
+    ) -> ChannelPair:
         return ChannelPair(
             names[id(first)], first, start, names[id(second)], second, heads, repeats
         )

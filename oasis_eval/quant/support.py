@@ -40,17 +40,9 @@ def _fake(scheme: QuantScheme) -> str | None:
     for fmt in (scheme.weights, scheme.activations):
         if fmt is not None and fmt.type in ("nf4", "bnb_fp4"):
             return f"type {fmt.type} is a code book of backend 'bitsandbytes'"
-    if _rounds_floats(scheme):
-        return "GPTQ rounds to integers, and the weights are floats"
     if scheme.outlier_threshold is not None:
         return "'outlier_threshold' belongs to backend 'bitsandbytes'"
     return None
-
-
-def _rounds_floats(scheme: QuantScheme) -> bool:
-    """Whether GPTQ is asked for a format that it has no codes of."""
-    is_float = scheme.weights is not None and scheme.weights.type != "int"
-    return is_float and any(transform.kind == "gptq" for transform in scheme.transforms)
 
 
 def _between_layers(scheme: QuantScheme) -> str | None:

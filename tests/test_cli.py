@@ -44,6 +44,7 @@ OPTIONS = {
     ],
     "table": ["--spec", "--format", "--baseline", "--where", "--out"],
     "compare": ["--where-a", "--where-b", "--format", "--out"],
+    "report": ["--out", "--title", "--where"],
     "import": ["--out"],
     "models": [],
     "convert": [
@@ -72,6 +73,8 @@ OPTIONS = {
         "--overwrite",
         "--quiet",
     ],
+    "quantize": ["--scheme", "--out", "--calibration", "--dtype", "--overwrite"],
+    "parity": ["--scheme", "--data", "--window", "--limit", "--device", "--dtype", "--json"],
     "diagnose": [
         "--scheme",
         "--text",
@@ -192,7 +195,9 @@ print("HEAVY", sorted(heavy & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("line", ["--help", "evaluate --help", "table --help", "models", "schemes"])
+@pytest.mark.parametrize(
+    "line", ["--help", "evaluate --help", "table --help", "train --help", "models", "schemes"]
+)
 def test_help_and_lists_import_nothing_heavy(line: str) -> None:
     """They answer at once, so no torch and nothing of its size."""
     code = LEAN.format(arguments=line.split())

@@ -199,10 +199,10 @@ def prepare(
         if scheme.execution != "none":
             applied: Applied | None = reference.applied
             if applied is None:
+                attention = undo.enter_context(_taps_of(model, scheme))
                 batches: list[Batch] = []
                 if scheme.calibration is not None:
                     batches = calibration_batches(reference, scheme.calibration, calibration_data)
-                attention = undo.enter_context(_taps_of(model, scheme))
                 applied = quantize_(model, scheme, batches, keep_reference=not last)
                 if not last:
                     undo.callback(applied.undo)

@@ -96,15 +96,40 @@ class StaticQuantizer:
     def __call__(self, x: Tensor, name: str) -> Tensor:
         """Quantize by the fixed range."""
         work = x.float()
-        high = work.amax(-1, keepdim=True)
-        low = work.amin(-1, keepdim=True)
-        poison = (high - high).add_(low - low)
+        poison = _poison(work)
         values = codes_of(work, self._grid, clip=True)
+        return self._values(values, poison).to(x.dtype)
+
+    def quantize_(self, x: Tensor, name: str) -> Tensor:
+        """Quantize by the fixed range, writing the result over `x` where its dtype allows it.
+
+        Attention scores are the largest tensors of a pass, and getting fresh memory for a copy
+        costs more than the arithmetic.
+        """
+        is_integer = self._grid.kind is None and isinstance(self._grid.limits, Limits)
+        if x.dtype != torch.float32 or not is_integer:
+            return self(x, name)
+        poison = _poison(x)
+        codes = x.div_(self._grid.scale).round_()
+        return self._values(codes.clamp_(*self._grid.limits), poison)
+
+    def _values(self, codes: Tensor, poison: Tensor | None) -> Tensor:
+        """Turn codes into values, in place; rows that are poisoned become NaN."""
+        if poison is None:
+            return codes.mul_(self._grid.scale)
         if self._grid.scale.numel() == 1:
-            values.mul_(self._grid.scale + poison)
-        else:
-            values.mul_(self._grid.scale).add_(poison)
-        return values.to(x.dtype)
+            return codes.mul_(self._grid.scale + poison)
+        return codes.mul_(self._grid.scale).add_(poison)
+
+
+def _poison(x: Tensor) -> Tensor | None:
+    """Return 0 for each row [..., K] of finite values and NaN for others, [..., 1]; None: all 0."""
+    # One sum tells most of the time, and overflows at worst; on other devices it would wait.
+    if x.device.type == "cpu" and bool(x.sum().isfinite()):
+        return None
+    high = x.amax(-1, keepdim=True)
+    low = x.amin(-1, keepdim=True)
+    return (high - high).add_(low - low)
 
 
 Input = TypeVar("Input")

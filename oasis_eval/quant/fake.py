@@ -19,6 +19,7 @@ from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.activations import (
     ActivationQuantizer,
     SequenceQuantizer,
+    StaticQuantizer,
     dynamic_quantizer,
     static_quantizer,
 )
@@ -34,12 +35,12 @@ from oasis_eval.quant.padding import PaddingContext
 from oasis_eval.quant.primitives import Range
 from oasis_eval.quant.ranges import fake_quantize_weight
 from oasis_eval.quant.regions import (
-    AnyShape,
     RegionSite,
     TapQuantization,
     become_quantized_tap_,
     dynamic_tap_quantizer,
     is_static,
+    static_tap_quantizer,
 )
 from oasis_eval.quant.targets import Selection, Target, quantizes_inputs, quantizes_outputs, select
 from oasis_eval.quant.weights import WeightCodes, decode
@@ -236,7 +237,7 @@ class _Quantizers:
     def __init__(self, scheme: QuantScheme, ranges: Ranges, padding: PaddingContext) -> None:
         self._scheme = scheme
         self._ranges = ranges
-        self._static: dict[tuple[object, ...], ActivationQuantizer] = {}
+        self._static: dict[tuple[object, ...], StaticQuantizer] = {}
         self._dynamic: ActivationQuantizer | None = None
         if scheme.activations is not None and not scheme.is_static:
             self._dynamic = dynamic_quantizer(scheme.activations, padding)
@@ -262,14 +263,14 @@ class _Quantizers:
         if not is_static(site.region, self._scheme):
             return TapQuantization(site.name, session, dynamic_tap_quantizer(site.region, fmt))
         quantizer = self._of_range(self._ranges[site.name, "input"], like=like)
-        return TapQuantization(site.name, session, AnyShape(quantizer))
+        return TapQuantization(site.name, session, static_tap_quantizer(site.region, quantizer))
 
     def _get(self, target: Target, side: str) -> ActivationQuantizer:
         if self._dynamic is not None:
             return self._dynamic
         return self._of_range(self._ranges[target.name, side], like=target.weight)
 
-    def _of_range(self, span: Range, *, like: Tensor) -> ActivationQuantizer:
+    def _of_range(self, span: Range, *, like: Tensor) -> StaticQuantizer:
         assert self._scheme.activations is not None
         key = (*span.low.tolist(), *span.high.tolist(), like.dtype, like.device)
         if key not in self._static:

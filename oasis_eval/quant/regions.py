@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from oasis_eval.errors import QuantizationError
-from oasis_eval.quant.activations import ActivationQuantizer, RowQuantizer
+from oasis_eval.quant.activations import ActivationQuantizer, RowQuantizer, StaticQuantizer
 from oasis_eval.quant.layers import Session
 from oasis_eval.spec import QuantScheme, Region, TensorFormat
 
@@ -173,6 +173,17 @@ class AnyShape:
         return self._quantizer(x, name)
 
 
+class InPlace:
+    """Quantizes attention scores and weights by a fixed range, hidden entries like the others."""
+
+    def __init__(self, quantizer: StaticQuantizer) -> None:
+        self._quantizer = quantizer
+
+    def __call__(self, x: Tensor, mask: Tensor | None, name: str) -> Tensor:
+        """Quantize [B, H, T, S]."""
+        return self._quantizer.quantize_(x, name)
+
+
 class PerQuery:
     """Dynamic ranges of attention: one per query and head, over the keys that the query sees.
 
@@ -198,6 +209,13 @@ class PerTokenOfHeads:
     def __call__(self, x: Tensor, mask: Tensor | None, name: str) -> Tensor:
         """Quantize [B, T, H, C]."""
         return self._quantizer(x.flatten(-2), name).view(x.shape)
+
+
+def static_tap_quantizer(region: Region, quantizer: StaticQuantizer) -> TapQuantizer:
+    """Return what quantizes a region by a fixed range."""
+    if region in ("attention_scores", "attention_probs"):
+        return InPlace(quantizer)
+    return AnyShape(quantizer)
 
 
 def dynamic_tap_quantizer(region: Region, fmt: TensorFormat) -> TapQuantizer:

@@ -178,6 +178,30 @@ def test_static_ranges_do_not_hide_a_broken_token(width: int, symmetric: bool, b
     assert float(y[1].max()) == pytest.approx(2.0, abs=0.02)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bad", [0.0, math.nan, -math.inf])
+def test_static_ranges_in_place_are_the_same(
+    bad: float, symmetric: bool, dtype: torch.dtype
+) -> None:
+    """Writing over the input gives the bits that a new tensor has; a finite sum is no condition."""
+    fmt = TensorFormat(bits=4, granularity="tensor", symmetric=symmetric)
+    span = Range(torch.tensor([-1.0]), torch.tensor([2.0]))
+    quantizer = static_quantizer(fmt, span, dtype=dtype, device=torch.device("cpu"))
+    x = torch.randn(3, 5, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[1, 2, 3] = bad
+    for largest in (1.0, 3e38):
+        x[0, 0, :2] = largest
+        expected = quantizer(x, "layer")
+        written = x.clone()
+        actual = quantizer.quantize_(written, "layer")
+
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+        assert actual.dtype == dtype
+        assert (actual.data_ptr() == written.data_ptr()) == (dtype == torch.float32)
+        assert int(torch.isnan(actual).sum()) == (7 if bad else 0)
+
+
 def scheme_of(
     granularity: Granularity, *, symmetric: bool = True, **changes: object
 ) -> QuantScheme:

@@ -123,6 +123,19 @@ def cached_folder(name: str, build: Callable[[Path], None], *, origin: str) -> P
     return target
 
 
+def replace_folder(out: Path, new: Path, *, old: Path) -> None:
+    """Put `new` in the place of `out`, which goes to `old` and comes back if that fails."""
+    if not out.exists():
+        new.rename(out)
+        return
+    out.rename(old)
+    try:
+        new.rename(out)
+    except OSError:
+        old.rename(out)
+        raise
+
+
 def verify(folder: Path) -> None:
     """Check that a folder holds one complete safetensors checkpoint.
 

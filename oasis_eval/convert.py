@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -42,8 +41,6 @@ from oasis_eval.spec import DirSource, Dtype, ModelCard
 PROBE_TOKENS = 512
 KEPT = 1e-3
 """Largest difference of a logit, relative to the largest logit, that rounding explains."""
-
-_STORED: dict[str, Dtype] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +129,7 @@ def convert(card: ModelCard, plan: Plan, *, out: Path, overwrite: bool = False) 
             f"be wrapped: {', '.join(sorted(CONFIG_BY_BACKBONE))}"
         )
     config = build_config(plain.config, settings)
-    stored = _stored_dtype(card, reference.digest)
+    stored = loading.stored_dtype(card)
     dtype = plan.dtype or stored
     reasons = reasons_of_change(config)
     if dtype not in (stored, "fp32"):
@@ -162,7 +159,7 @@ def convert(card: ModelCard, plan: Plan, *, out: Path, overwrite: bool = False) 
                 f"{card.name}: the conversion should keep the function, but a logit differs by "
                 f"{deviation.max_logit_difference:.2g} of the largest; nothing was written"
             )
-        _replace(out, work, old=scratch / "old")
+        checkpoint.replace_folder(out, work, old=scratch / "old")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     final = written.model_copy(update={"source": DirSource(path=out.name)})
@@ -210,15 +207,6 @@ def _write(model: Any, generation: Any, dtype: Dtype, folder: Path) -> None:
         (folder / "generation_config.json").write_text(text, encoding="utf-8")
 
 
-def _stored_dtype(card: ModelCard, content: str) -> Dtype:
-    folder = checkpoint.as_safetensors(checkpoint.locate(card), content=content)
-    found = set()
-    for shard in folder.glob("*.safetensors"):
-        with safe_open(shard, framework="pt") as file:
-            found |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - safe_open is no mapping
-    return next((dtype for name, dtype in _STORED.items() if name in found), "fp32")
-
-
 def _probe(tokenizer: PreTrainedTokenizerBase, text: Path | None, context: int | None) -> Tensor:
     """Return the first tokens of the text, [1, T]."""
     path = text or data_folder("tasks") / "text" / "demo.txt"
@@ -246,16 +234,3 @@ def _kept(config: OasisConfig) -> str:
     if config.wiring == "residual":
         return "nothing is added to the model"
     return "depth routing starts as the plain residual"
-
-
-def _replace(out: Path, new: Path, *, old: Path) -> None:
-    """Put `new` in the place of `out`, which goes to `old` and comes back if that fails."""
-    if not out.exists():
-        new.rename(out)
-        return
-    out.rename(old)
-    try:
-        new.rename(out)
-    except OSError:
-        old.rename(out)
-        raise

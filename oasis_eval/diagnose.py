@@ -9,7 +9,7 @@ from oasis_eval import corpus
 from oasis_eval.diagnostics.measure import measure
 from oasis_eval.diagnostics.verdict import verdict
 from oasis_eval.errors import DataError
-from oasis_eval.loading import load, prepare
+from oasis_eval.loading import Reference, load, prepare
 from oasis_eval.quant import schemes
 from oasis_eval.registry import resolve
 from oasis_eval.spec import Dtype
@@ -45,20 +45,9 @@ def diagnose(plan: Plan) -> list[str]:
     text = corpus.builtin() if plan.text is None else corpus.load_text_file(plan.text)
     dtype: Dtype = plan.dtype or ("fp32" if plan.device == "cpu" else "bf16")
     reference = load(card, dtype=scheme.dtype or dtype, device=plan.device)
-    window = plan.window or min(_WINDOW, reference.context_length or _WINDOW)
-    # A model that was trained with a start token sinks into it: every window has its own.
+    window = plan.window or default_window(reference)
+    windows = cut(reference, text, window=window, num_windows=plan.num_windows)
     head = corpus.head_tokens(reference.tokenizer)
-    ids = corpus.encode(reference.tokenizer, text.stream(), special_tokens=False)
-    body = window - len(head)
-    if body < 1:
-        raise DataError(f"a window of {window} tokens has no room beside {len(head)} special ones")
-    starts = range(0, len(ids) - body + 1, body)[: plan.num_windows]
-    if not starts:
-        raise DataError(
-            f"{text.name} has {len(ids)} tokens, a window takes {body}; give a longer --text or a "
-            "smaller --window"
-        )
-    windows = [head + ids[start : start + body] for start in starts]
     with prepare(reference, scheme, dtype=dtype, last=True) as prepared:
         found = measure(prepared, windows, batch_size=plan.batch_size)
     return [
@@ -68,3 +57,32 @@ def diagnose(plan: Plan) -> list[str]:
         *verdict(found),
         *(f"warning: {text}" for text in found.warnings),
     ]
+
+
+def default_window(reference: Reference) -> int:
+    """Return the tokens of a window where nobody says: 512, or what the model has positions for."""
+    return min(_WINDOW, reference.context_length or _WINDOW)
+
+
+def cut(
+    reference: Reference, text: corpus.Corpus, *, window: int, num_windows: int
+) -> list[list[int]]:
+    """Return the first windows of a text as token ids.
+
+    A model that was trained with a start token sinks into it: every window has its own.
+
+    Raises:
+        DataError: The text fills no window.
+    """
+    head = corpus.head_tokens(reference.tokenizer)
+    ids = corpus.encode(reference.tokenizer, text.stream(), special_tokens=False)
+    body = window - len(head)
+    if body < 1:
+        raise DataError(f"a window of {window} tokens has no room beside {len(head)} special ones")
+    starts = range(0, len(ids) - body + 1, body)[:num_windows]
+    if not starts:
+        raise DataError(
+            f"{text.name} has {len(ids)} tokens, a window takes {body}; give a longer text or a "
+            "smaller --window"
+        )
+    return [head + ids[start : start + body] for start in starts]

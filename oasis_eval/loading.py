@@ -17,13 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationConfig,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint, corpus
@@ -32,12 +26,11 @@ from oasis_eval.modeling.formats.folder import read_config, read_public, write_a
 from oasis_eval.modeling.instrumentation import Point, fast_path, instrumented
 from oasis_eval.modeling.registration import register
 from oasis_eval.prepared import PreparedModel
+from oasis_eval.quant import storage
 from oasis_eval.quant.backends import Applied, quantize_
 from oasis_eval.quant.calibrate import Batch
 from oasis_eval.quant.integer import IntegerApplied
 from oasis_eval.quant.integer_layers import fixed_tensors
-from oasis_eval.quant.names import scheme_of
-from oasis_eval.quant.storage import restore_, stored_scheme
 from oasis_eval.quant.support import unsupported
 from oasis_eval.spec import Calibration, Dtype, ModelCard, QuantScheme, Region
 
@@ -100,7 +93,7 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
     checkpoint.verify(folder)
     stored_type = read_config(folder).get("model_type")
     folder, notes = _as_ours(folder, content)
-    scheme = stored_scheme(_read_config(folder), origin=str(folder))
+    scheme = storage.stored_scheme(_read_config(folder), origin=str(folder))
     applied = None
     if scheme is None:
         model, warnings = _load_model(folder, dtype)
@@ -187,7 +180,7 @@ def prepare(
     compute = scheme.dtype or dtype
     with ExitStack() as undo:
         if reference.applied is not None:
-            _check_stored(reference.applied.scheme, scheme, reference.card)
+            storage.check(reference.applied.scheme, scheme, name=reference.card.name)
         if compute != reference.dtype:
             undo.callback(_cast_(model, DTYPES[compute]))
             if reference.applied is not None:
@@ -349,33 +342,10 @@ def _load_quantized(
     """Load a quantized checkpoint of ours."""
     transformers_logging.set_verbosity_error()
     with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        del config.quantization_config
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES[dtype], trust_remote_code=False
-        )
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(
-                folder, local_files_only=True
-            )
-    model = _to_device(model, device)
-    with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
-        applied = restore_(model, scheme, folder, dtype=DTYPES[dtype])
+        model = _to_device(storage.skeleton(folder, DTYPES[dtype]), device)
+        applied = storage.restore_(model, scheme, folder, dtype=DTYPES[dtype])
     _cast_(model, DTYPES[dtype])
     return model, applied
-
-
-def _check_stored(stored: QuantScheme, asked: QuantScheme, card: ModelCard) -> None:
-    """Refuse another scheme than the one that the checkpoint is quantized with."""
-    unnamed = {"description"}
-    if stored.model_dump(exclude=unnamed) == asked.model_dump(exclude=unnamed):
-        return
-    named = scheme_of(stored.name.lower()) is not None
-    hint = stored.name if named else "its own, the file scheme.yaml in its folder"
-    raise UnsupportedSchemeError(
-        f"{card.name}: the checkpoint is quantized already, as {stored.name!r}, and cannot be run "
-        f"as {asked.name!r}; give --scheme {hint}"
-    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

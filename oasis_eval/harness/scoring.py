@@ -130,7 +130,7 @@ class Scorer:
                 yield logits_TV[window.offset : window.offset + end - start], targets_R[start:end]
                 start = end
             return
-        hidden_BTD = self._backbone(ids_BT).last_hidden_state
+        hidden_BTD = self.hidden_states(ids_BT)
         rows = [
             hidden_BTD[row, window.offset : window.offset + len(window.targets)]
             for row, window in enumerate(batch)
@@ -138,14 +138,19 @@ class Scorer:
         hidden_RD = torch.cat(rows)
         size = self._tile_rows()
         for start in range(0, len(hidden_RD), size):
-            yield self._head(hidden_RD[start : start + size]), targets_R[start : start + size]
+            yield self.head(hidden_RD[start : start + size]), targets_R[start : start + size]
+
+    def hidden_states(self, ids_BT: Tensor) -> Tensor:
+        """Return what the head reads, [B, T, D]; only where it runs apart (`tiled`)."""
+        hidden_BTD: Tensor = self._backbone(ids_BT).last_hidden_state
+        return hidden_BTD
 
     def _backbone(self, ids_BT: Tensor) -> Any:
         backbone = self._model.get_submodule(self._model.base_model_prefix)
         return backbone(input_ids=ids_BT, use_cache=False)
 
-    def _head(self, hidden_RD: Tensor) -> Tensor:
-        """Run what the model's forward does after its backbone."""
+    def head(self, hidden_RD: Tensor) -> Tensor:
+        """Run what the model's forward does after its backbone; returns logits [R, V]."""
         view = copy.copy(self._model)  # shares every parameter; only the backbone is exchanged
         stand_in = _FixedHidden(self._output_kind(last_hidden_state=hidden_RD[None]))
         view._modules = {**self._model._modules, self._model.base_model_prefix: stand_in}
@@ -174,7 +179,7 @@ class Scorer:
         hidden_TD = output.last_hidden_state[0]
         half = _PROBE_TOKENS // 2
         try:
-            parts = [self._head(hidden_TD[:half]), self._head(hidden_TD[half:])]
+            parts = [self.head(hidden_TD[:half]), self.head(hidden_TD[half:])]
         except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
             return False  # the forward needs more of its backbone than hidden states
         apart_TV = torch.cat(parts).float()

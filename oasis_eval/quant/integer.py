@@ -22,6 +22,7 @@ from oasis_eval.quant.integer_layers import (
     IntegerState,
     become_integer_,
     become_plain_,
+    integer_layers,
 )
 from oasis_eval.quant.kernels import Kernel, choose
 from oasis_eval.quant.packing import Layout, StoredWeight, layout_of, store, values
@@ -50,11 +51,11 @@ class TorchBackend:
             if not bool(torch.isfinite(target.weight).all()):
                 raise QuantizationError(f"{target.name}: the weight holds non-finite values")
         kernel = kernel_for(scheme, next(model.parameters()).device)
-        coverage = _noted(report(scheme, selection, list(model.parameters())), scheme, kernel)
+        coverage = noted(report(scheme, selection, list(model.parameters())), scheme, kernel)
         ranges = _static_ranges(model, scheme, selection, batches)
         applied = IntegerApplied(scheme=scheme, coverage=coverage)
         try:
-            applied.attach_(selection, kernel, ranges, codes, keep_reference=keep_reference)
+            applied.attach_(selection, ranges, codes, keep_reference=keep_reference)
         except BaseException:
             applied.detach_()
             raise
@@ -133,7 +134,6 @@ class IntegerApplied:
     def attach_(
         self,
         selection: Selection,
-        kernel: Kernel | None,
         ranges: Mapping[str, Range],
         codes: Mapping[str, WeightCodes],
         *,
@@ -150,7 +150,7 @@ class IntegerApplied:
                 encoded[id(weight)] = self._encode(target, layout, codes.get(target.name))
             span = ranges.get(target.name)
             limits = None if span is None else torch.cat([span.low, span.high]).to(weight.device)
-            state = state_for(target, self.scheme, self.session, kernel)
+            state = state_for(target, self.scheme, self.session)
             state.quantizer = quantizers.get(limits, weight.dtype)
             original = target.module._parameters["weight"]
             self.originals.append(
@@ -162,6 +162,13 @@ class IntegerApplied:
             raise QuantizationError(
                 f"scheme {self.scheme.name!r}: no weight was changed by quantization"
             )
+
+    def compute_in_(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Expect activations of another dtype, after the rest of the model was cast to it."""
+        quantizers = Quantizers(self.scheme)
+        for layer in integer_layers(model).values():
+            layer.integer.dtype = dtype
+            layer.integer.quantizer = quantizers.get(layer.input_range, dtype)
 
     def detach_(self) -> None:
         """Change the layers back, those whose original weights were kept."""
@@ -230,10 +237,9 @@ def layout_for(target: Target, scheme: QuantScheme) -> Layout:
     return layout_of(scheme.weights, outputs, inputs)
 
 
-def state_for(
-    target: Target, scheme: QuantScheme, session: IntegerSession, kernel: Kernel | None
-) -> IntegerState:
+def state_for(target: Target, scheme: QuantScheme, session: IntegerSession) -> IntegerState:
     """Return how a layer computes, its quantizer yet to be set."""
+    assert scheme.weights is not None
     layout = layout_for(target, scheme)
     activations = scheme.activations
     group_size = None if activations is None else activations.group_size
@@ -243,8 +249,8 @@ def state_for(
         session=session,
         quantizer=None,
         input_group_size=None if group_size is None else min(group_size, layout.num_inputs),
+        largest_weight=largest_code(scheme.weights),
         largest_input=0 if activations is None else largest_code(activations),
-        kernel=kernel,
         dtype=target.weight.dtype,
     )
 
@@ -266,7 +272,7 @@ def _static_ranges(
     return {name: span for (name, _), span in found.items()}
 
 
-def _noted(coverage: Coverage, scheme: QuantScheme, kernel: Kernel | None) -> Coverage:
+def noted(coverage: Coverage, scheme: QuantScheme, kernel: Kernel | None) -> Coverage:
     """Say in every quantized layer's entry what is stored and what multiplies."""
     assert scheme.weights is not None
     how = "dequantized for each product" if kernel is None else f"int8 GEMM ({kernel.name})"

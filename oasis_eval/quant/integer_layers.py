@@ -26,10 +26,11 @@ from transformers.pytorch_utils import Conv1D
 from oasis_eval.quant import packing
 from oasis_eval.quant.activations import Quantizer, SharedInput
 from oasis_eval.quant.integer_inputs import IntegerInput, values
-from oasis_eval.quant.kernels import Kernel, Prepared
+from oasis_eval.quant.kernels import Kernel, Prepared, choose
 from oasis_eval.quant.packing import Layout, StoredWeight
 
-CODES, SCALE, ZERO_POINT, RANGE = "weight_codes", "weight_scale", "weight_zero_point", "input_range"
+CODES, SCALE = "weight_codes", "weight_scale"
+ZERO_POINT, RANGE = "weight_zero_point", "input_limits"
 """Names of a layer's buffers."""
 _CACHED_ELEMENTS = 1 << 17  # rows scaled at a time, so that they stay in a core's cache
 
@@ -66,14 +67,16 @@ class IntegerState:
     quantizer: Quantizer[IntegerInput] | None
     """None: activations stay in floating point."""
     input_group_size: int | None
+    largest_weight: int
+    """Largest magnitude of weight codes."""
     largest_input: int
     """Largest magnitude of activation codes."""
-    kernel: Kernel | None
-    """None with `quantizer`."""
     dtype: torch.dtype
     """What `weight` is given in: the dtype of the model."""
+    kernel: Kernel | None = None
+    """What multiplies, once `prepared` is there."""
     prepared: tuple[Stretch, ...] = ()
-    """Made by the first product."""
+    """Made by the first product, on the device where it is."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         session = copy.deepcopy(self.session, memo)
@@ -94,6 +97,11 @@ class _Integer(nn.Module):
         assert codes is not None
         assert scale is not None
         return StoredWeight(codes, scale, self._buffers.get(ZERO_POINT))
+
+    @property
+    def input_range(self) -> Tensor | None:
+        """Low and high of a static range, fp32 [2]."""
+        return self._buffers.get(RANGE)
 
     def values(self, dtype: torch.dtype) -> Tensor:
         """Return what the codes stand for, [N, K]."""
@@ -262,7 +270,7 @@ def prepared_bytes(model: nn.Module) -> int:
 
 
 def _prepare(state: IntegerState, stored: StoredWeight) -> tuple[Stretch, ...]:
-    assert state.kernel is not None
+    state.kernel = choose(stored.codes.device, state.largest_weight, state.largest_input)
     codes_NK = packing.relative_codes(stored, state.layout)
     stretches = []
     width = state.layout.num_inputs

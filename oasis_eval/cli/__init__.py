@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from oasis_eval import __version__
-from oasis_eval.cli import catalogue, measuring, tables, training
+from oasis_eval.cli import catalogue, measuring, quantized, tables, training
 from oasis_eval.cli.output import say
 from oasis_eval.errors import OasisError
 
@@ -58,6 +58,8 @@ app.command(
     }
 )(measuring.harness)
 app.command()(catalogue.convert)
+app.command()(quantized.quantize)
+app.command()(quantized.parity)
 app.command()(training.train)
 app.command()(measuring.diagnose)
 app.command()(measuring.demo)

@@ -522,6 +522,9 @@ class TrainRecipe(Spec):
     """`mini`, a folder, or `owner/name@revision` on the hub."""
     context: int = Field(ge=2)
     """Tokens of a training sequence; documents are packed and cut into blocks of this length."""
+    start_each_block: bool = False
+    """Whether a block begins with the tokenizer's start tokens, wherever the cut is, as the windows
+    of `diagnose` do. Without, they stand at the beginnings of documents only."""
     data: tuple[TextSource, ...] = Field(min_length=1)
     steps: int = Field(ge=1)
     """Optimizer steps."""

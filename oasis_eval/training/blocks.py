@@ -47,7 +47,9 @@ def draw_order(num_blocks: Sequence[int], shares: Sequence[float], count: int, s
         seed: Of the run.
     """
     # One stream of draws a purpose: a longer run begins with the sequences of a shorter one.
-    source_I = _chance(seed, 0).choice(len(num_blocks), size=count, p=np.asarray(shares, dtype=np.float64))
+    source_I = _chance(seed, 0).choice(
+        len(num_blocks), size=count, p=np.asarray(shares, dtype=np.float64)
+    )
     block_I = np.empty(count, dtype=np.int64)
     for source, size in enumerate(num_blocks):
         chance = _chance(seed, 1 + source)
@@ -65,7 +67,15 @@ def _chance(seed: int, purpose: int) -> np.random.Generator:
 class TrainingBlocks(Dataset[Batch]):
     """The sequences of a run in their order, each a block of T tokens."""
 
-    def __init__(self, recipe: TrainRecipe, texts: Sequence[Tokens], *, steps: int, seed: int):
+    def __init__(
+        self,
+        recipe: TrainRecipe,
+        texts: Sequence[Tokens],
+        *,
+        steps: int,
+        seed: int,
+        head: Sequence[int] = (),
+    ) -> None:
         """Cut texts into blocks and draw the order.
 
         Args:
@@ -73,19 +83,24 @@ class TrainingBlocks(Dataset[Batch]):
             texts: One for each of the recipe's, in its order.
             steps: Optimizer steps of the run.
             seed: Of the run.
+            head: Token ids that every block begins with.
 
         Raises:
             DataError: A text is too short.
         """
         self._texts = [text.ids for text in texts]
-        self._length = recipe.context
+        self._head = np.asarray(head, dtype=np.int64)
+        self._length = recipe.context - len(head)
+        """Tokens of the text in a block."""
+        if self._length < 1:
+            raise DataError(f"context {recipe.context} has no room beside {len(head)} start tokens")
         kept_out = -(-recipe.probe_windows // len(texts))
-        self.num_blocks = [len(ids_N) // recipe.context - kept_out for ids_N in self._texts]
+        self.num_blocks = [len(ids_N) // self._length - kept_out for ids_N in self._texts]
         for text, left in zip(texts, self.num_blocks, strict=True):
             if left < 1:
                 raise DataError(
                     f"{text.info.name}: {text.info.num_tokens} tokens; a block has "
-                    f"{recipe.context} and {kept_out} blocks are kept for probes: give more text"
+                    f"{self._length} and {kept_out} blocks are kept for probes: give more text"
                 )
         total = sum(self.num_blocks)
         self.shares = [
@@ -123,7 +138,8 @@ class TrainingBlocks(Dataset[Batch]):
 
     def _block(self, source: int, block: int) -> NDArray[np.int64]:
         start = block * self._length
-        return self._texts[source][start : start + self._length].astype(np.int64)
+        ids_T = self._texts[source][start : start + self._length].astype(np.int64)
+        return np.concatenate([self._head, ids_T]) if len(self._head) else ids_T
 
 
 def keep(batch: Batch) -> Batch:

@@ -19,7 +19,7 @@ import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from oasis_eval import checkpoint, loading, registry
+from oasis_eval import checkpoint, corpus, loading, registry
 from oasis_eval.cells import git_commit, versions
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.minicorpus import tokenizer as mini_tokenizer
@@ -139,7 +139,8 @@ def train(plan: Plan, out: Path, *, overwrite: bool = False, quiet: bool = False
     tokenizer = reference.tokenizer if reference is not None else load_tokenizer(plan)
     with arguments.main_process_first(local=False):
         texts = [tokens.load(text, tokenizer, data=plan.data) for text in plan.recipe.data]
-    blocks = TrainingBlocks(plan.recipe, texts, steps=plan.steps, seed=plan.seed)
+    head = start_tokens(plan.recipe, tokenizer)
+    blocks = TrainingBlocks(plan.recipe, texts, steps=plan.steps, seed=plan.seed, head=head)
     model = build_model(plan, tokenizer, reference)
     start = None if reference is None else reference.digest
     label = plan.recipe.name if reference is None else reference.card.label
@@ -239,6 +240,22 @@ def build_model(
         model = from_checkpoint(reference, plan.variant, plan.wiring)
     freeze_(model, plan.train, variant=plan.variant)
     return model
+
+
+def start_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids that every block begins with.
+
+    Raises:
+        SpecError: The recipe asks for start tokens and the tokenizer has none.
+    """
+    if not recipe.start_each_block:
+        return []
+    head = corpus.head_tokens(tokenizer)
+    if not head:
+        raise SpecError(
+            "start_each_block: the tokenizer puts no token before a text; leave the setting out"
+        )
+    return head
 
 
 def variant_name(variant: str, wiring: str) -> str:

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from oasis_eval.errors import DataError
+from oasis_eval.errors import DataError, SpecError
 from oasis_eval.modeling.variants import VARIANT_NAMES
 from oasis_eval.spec import TextSource
 from oasis_eval.training import tokens
 from oasis_eval.training.blocks import TrainingBlocks, draw_order
-from oasis_eval.training.run import build_model, load_tokenizer
+from oasis_eval.training.run import build_model, load_tokenizer, start_tokens
+from tests import tiny
 from tests.training.tiny import STEPS, plan, recipe
 
 
@@ -117,6 +118,22 @@ def test_batch_is_its_sequences(place: Path) -> None:
 
     assert batch["input_ids"].tolist() == [all_ids(found)[index] for index in (4, 0, 9)]
     assert batch["labels"].tolist() == batch["input_ids"].tolist()
+
+
+def test_blocks_can_begin_with_the_start_token(place: Path) -> None:
+    """One token, then 15 of the text, in steps of 15; held-out windows too."""
+    asked = plan(place, recipe=recipe(place, start_each_block=True))
+    tokenizer = load_tokenizer(asked)
+    text = tokens.load(TextSource(name="prose"), tokenizer, data=asked.data)
+    head = start_tokens(asked.recipe, tokenizer)
+    found = TrainingBlocks(asked.recipe, [text], steps=STEPS, seed=0, head=head)
+    stream = text.ids.tolist()
+    by_hand = [[1, *stream[start : start + 15]] for start in range(0, len(stream) - 14, 15)]
+
+    assert found.held_out_NT.tolist() == by_hand[-3:]
+    assert {tuple(ids) for ids in all_ids(found)} <= {tuple(ids) for ids in by_hand[:-3]}
+    with pytest.raises(SpecError, match="puts no token before a text"):
+        start_tokens(asked.recipe, tiny.build_tokenizer())
 
 
 def test_short_text_is_refused(place: Path) -> None:

@@ -113,6 +113,11 @@ class LibraryApplied:
         for target, weight in zip(selection.targets, weights, strict=True):
             if not bool(torch.isfinite(target.weight).all()):
                 raise QuantizationError(f"{target.name}: the weight holds non-finite values")
+            if target.module._forward_hooks or target.module._forward_pre_hooks:
+                raise QuantizationError(
+                    f"{target.name}: has hooks, which {self.library.name}'s layer in its place "
+                    "would not have; set them after quantizing"
+                )
             facts = self._replace(model, target, keep_reference=keep_reference)
             layers.append(Layer(*facts, weight, target.is_copy))
         self._coverage = assemble(selection, layers, before)

@@ -73,22 +73,32 @@ def test_the_threshold_is_the_schemes(llama: LlamaForCausalLM, batches: list[Bat
     assert {layer.state.threshold for layer in applied.layers.values()} == {3.5}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("nf4", "nf4"), ("fp4", "fp4")])
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_four_bit_weights_are_the_nearest_of_the_code_book(
-    batches: list[Batch], name: str, kind: str
+    llama: LlamaForCausalLM, kind: str, block: int
 ) -> None:
-    """Blocks of 64 along the flattened weight, scaled by their largest magnitude."""
+    """Blocks along the flattened weight, scaled by their largest magnitude."""
     from bitsandbytes.functional import get_4bit_type
 
     book = get_4bit_type(kind, device="cpu").float().sort().values
-    applied, linear, layer = one_layer(name, batches)
-    blocks = linear.weight.detach().reshape(-1, 64)
+    linear = llama.model.layers[0].mlp.up_proj
+    scheme = resolve(kind)
+    assert scheme.weights is not None
+    weights = scheme.weights.model_copy(update={"group_size": block})
+    applied = quantize_(
+        llama, scheme.model_copy(update={"name": "mine", "weights": weights}), keep_reference=True
+    )
+    assert isinstance(applied, LibraryApplied)
+    layer = applied.layers["model.layers.0.mlp.up_proj"]
+    blocks = linear.weight.detach().reshape(-1, block)
     scale = blocks.abs().amax(-1, keepdim=True)
     nearest = (blocks / scale)[..., None].sub(book).abs().argmin(-1)
     expected = (book[nearest] * scale).reshape(linear.weight.shape)
     found = applied.library.dequantize(layer)
     x = inputs()
 
+    assert applied.coverage.modules[0].weight_group_size == block
     assert len(book.unique()) >= 15
     assert float((found != expected).float().mean()) < 0.01  # fp32 rounding at the midpoints
     assert float((found - expected).norm() / expected.norm()) < 0.02

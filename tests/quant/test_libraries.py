@@ -325,6 +325,20 @@ def test_non_finite_weights_are_refused(llama: LlamaForCausalLM, batches: list[B
         assert before == layers_of(llama)
 
 
+def test_hooks_are_not_lost(llama: LlamaForCausalLM, ids_BT: Tensor) -> None:
+    """A hook set before is refused, one set afterwards runs."""
+    calls: list[str] = []
+    handle = llama.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(QuantizationError, match="up_proj: has hooks, which bitsandbytes's layer"):
+        quantize_(llama, resolve("nf4"), keep_reference=True)
+    handle.remove()
+    quantize_(llama, resolve("nf4"))
+    llama.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: calls.append("up"))
+    logits_of(llama, ids_BT)
+
+    assert calls == ["up"]
+
+
 def test_layers_of_a_library_are_not_quantized_again(
     llama: LlamaForCausalLM, batches: list[Batch]
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from oasis_eval import __version__
-from oasis_eval.cli import catalogue, measuring, quantized, tables, training
+from oasis_eval.cli import catalogue, measuring, quantized, reporting, tables, training
 from oasis_eval.cli.output import say
 from oasis_eval.errors import OasisError
 
@@ -46,6 +46,7 @@ def _options(
 app.command()(measuring.evaluate)
 app.command()(tables.table)
 app.command()(tables.compare)
+app.command()(reporting.report)
 app.command(name="import")(tables.import_)
 app.command()(catalogue.models)
 app.command()(catalogue.tasks)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from oasis_eval.errors import RecordError
 from oasis_eval.report.observations import Observation, protocol_info, shown
+
+Item = TypeVar("Item")
 
 _EXACT = ("filter", "limit", "max_new_tokens", "chat_template")
 _WHERE_KNOWN = ("protocol_version", "window", "protocol_sha256", "data_sha256", "fewshot_sha256")
@@ -112,12 +115,10 @@ def check_cell(observations: Sequence[Observation]) -> list[Observation]:
     return sorted(kept, key=lambda item: item.seed)
 
 
-def grouped(
-    observations: Iterable[Observation], key: Callable[[Observation], Hashable]
-) -> Iterable[list[Observation]]:
-    """Return `observations` in lists of equal `key`, in order of first appearance."""
-    groups: dict[Hashable, list[Observation]] = {}
-    for item in observations:
+def grouped(items: Iterable[Item], key: Callable[[Item], Hashable]) -> Iterable[list[Item]]:
+    """Return `items` in lists of equal `key`, in order of first appearance."""
+    groups: dict[Hashable, list[Item]] = {}
+    for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups.values()
 

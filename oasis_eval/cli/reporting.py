@@ -1,0 +1,43 @@
+"""The command that makes a report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from oasis_eval.cli import options, output
+
+
+def report(
+    records: Annotated[
+        list[Path], typer.Argument(metavar="RECORDS...", help="Folders or files of records.")
+    ],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Heading of the report.")] = "Quantization report",
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=PATTERN",
+            help="Keep records whose field matches, as `table --where`: scheme=w8a8*.",
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML file about records: verdict, tables, figures, answers, how it was measured.
+
+    It needs no other file and no network.
+
+    Example: oasis-eval report results/runs --out report.html
+    """
+    from oasis_eval.record import read_records
+    from oasis_eval.report.html.page import build_report
+
+    text = build_report(
+        list(read_records(records)),
+        folders=[path if path.is_dir() else path.parent for path in records],
+        where=options.filters(where or [], "--where"),
+        title=title,
+    )
+    output.write(text, out)
+    output.say(f"{out}: {len(text.encode()) / 1e6:.1f} MB")

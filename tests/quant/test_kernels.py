@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor
@@ -162,3 +164,30 @@ def test_memory_is_counted() -> None:
     assert kernels.ONEDNN_SPLIT.prepare(weight_NK, 127).num_bytes == 2 * 8 * 64
     assert kernels.ONEDNN.prepare(weight_NK // 20, 127).num_bytes == 8 * 64
     assert kernels.CARRIED.prepare(weight_NK, 127).num_bytes == 8 * 64
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17, 40])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (8, 8), (12, 20), (33, 41)])
+def test_int_mm_is_padded_to_what_cuda_takes(
+    rows: int, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than 16 rows, inputs and outputs in multiples of 8; the result is cut to size."""
+    product = torch._int_mm
+    shapes: list[tuple[int, int, int]] = []
+
+    def strict(x_MK: Tensor, weight_KN: Tensor) -> Tensor:
+        (num_rows, num_inputs), num_outputs = x_MK.shape, weight_KN.shape[1]
+        assert num_rows > 16
+        assert num_inputs % 8 == 0
+        assert num_outputs % 8 == 0
+        shapes.append((num_rows, num_inputs, num_outputs))
+        return product(x_MK, weight_KN)
+
+    monkeypatch.setattr(torch, "_int_mm", strict)
+    weight_NK = torch.randint(-255, 256, (outputs, inputs), dtype=torch.int16)
+    codes_MK = torch.randint(-128, 128, (rows, inputs), dtype=torch.int8)
+    prepared = kernels.INT_MM.prepare(weight_NK, 255)
+    prepared = dataclasses.replace(prepared, pads_rows=True)  # type: ignore[type-var]
+
+    assert torch.equal(prepared(codes_MK).long(), as_int64(weight_NK, codes_MK))
+    assert len(shapes) == 1

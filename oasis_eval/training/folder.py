@@ -118,7 +118,8 @@ class RunFolder:
             raise RecordError(f"{self.info_file}: cannot be read ({error.strerror})") from error
         except ValidationError as error:
             raise RecordError(
-                f"{self.info_file}: {explain(error, RunInfo)}; add --overwrite to train anew"
+                f"{self.info_file}: {explain(error, RunInfo)}; if it is a run of `train`, remove "
+                "the folder"
             ) from error
 
     def write(self, info: RunInfo) -> None:
@@ -126,14 +127,13 @@ class RunFolder:
         write_text_atomically(self.info_file, info.model_dump_json(indent=1) + "\n")
 
     def clear(self) -> None:
-        """Remove the run and its card.
+        """Remove the run and its card; a folder that is not known to be a run is never removed.
 
         Raises:
             SpecError: The folder holds something else.
+            RecordError: `training.json` is damaged, or not ours.
         """
-        if self.path.exists() and not self.info_file.is_file():
-            self.read()
-        if self.info_file.is_file():
+        if self.read() is not None:
             self.card_file.unlink(missing_ok=True)
             shutil.rmtree(self.path)
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oasis_eval import checkpoint, loading, registry
-from oasis_eval.errors import DataError, SpecError, UnknownNameError
+from oasis_eval.errors import DataError, RecordError, SpecError, UnknownNameError
 from oasis_eval.modeling.variants import VARIANT_NAMES
 from oasis_eval.training.folder import COMPLETE, RunFolder
 from oasis_eval.training.run import Outcome, Plan, train
@@ -197,6 +197,9 @@ def test_overwrite_trains_anew(place: Path, tmp_path: Path) -> None:
     mine.mkdir()
     (mine / "thesis.tex").write_text("irreplaceable")
     with pytest.raises(SpecError, match="holds no run"):
+        train(plan(place), mine, overwrite=True, quiet=True)
+    (mine / "training.json").write_text('{"epochs": 3}')
+    with pytest.raises(RecordError, match=r"training\.json: .*remove the folder"):
         train(plan(place), mine, overwrite=True, quiet=True)
     assert (mine / "thesis.tex").exists()
 

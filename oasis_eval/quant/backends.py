@@ -120,7 +120,8 @@ def quantize_(
     Args:
         model: Any Hugging Face causal language model.
         scheme: What to quantize, from `oasis_eval.quant.schemes.resolve` or written out.
-        batches: Calibration token ids and masks; needed by static activation ranges only.
+        batches: Calibration token ids and masks; needed by static activation ranges, SmoothQuant
+            and GPTQ.
         keep_reference: Whether to keep the original weights, so that `undo` works. Without it
             each weight is freed as soon as it is quantized.
 

@@ -16,10 +16,16 @@ from transformers.pytorch_utils import Conv1D
 from oasis_eval.errors import QuantizationError
 
 
+def wide(tensor: Tensor) -> Tensor:
+    """Return a copy in float64, on the CPU where the device has none."""
+    device = "cpu" if tensor.device.type == "mps" else tensor.device
+    return tensor.detach().to(device).to(torch.float64, copy=True)
+
+
 def matrix_of(layer: nn.Module) -> Tensor:
     """Return a copy of a Linear's or Conv1D's weight as [N, K] in float64."""
-    weight = cast(Tensor, layer.weight).detach().double()
-    return weight.T.contiguous() if isinstance(layer, Conv1D) else weight.clone()
+    weight = wide(cast(Tensor, layer.weight))
+    return weight.T.contiguous() if isinstance(layer, Conv1D) else weight
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int]:
@@ -51,7 +57,7 @@ class Edits:
         """
         original = module._parameters[name]
         assert original is not None
-        cast_value = value.to(original.device, dtype or original.dtype).contiguous()
+        cast_value = value.to(dtype or original.dtype).to(original.device).contiguous()
         if not bool(torch.isfinite(cast_value).all()):
             raise QuantizationError(
                 f"{type(module).__name__}.{name}: a transform leads outside of "

@@ -31,6 +31,7 @@ from oasis_eval.quant.primitives import (
     make_grid,
 )
 from oasis_eval.quant.ranges import weight_range
+from oasis_eval.quant.transforms.edits import wide
 from oasis_eval.quant.weights import CodePart, WeightCodes
 from oasis_eval.spec import Gptq, TensorFormat
 
@@ -68,7 +69,7 @@ def quantize_weight(
         raise QuantizationError(f"{name}: the weight holds non-finite values")
     if not bool(torch.isfinite(hessian_KK).all()):
         raise QuantizationError(f"{name}: inputs on the calibration text are not finite")
-    work_NK = weight_NK.detach().double()
+    work_NK = wide(weight_NK)
     num_inputs = work_NK.shape[1]
     order_K = torch.arange(num_inputs, device=work_NK.device)
     if spec.order == "activation":
@@ -80,7 +81,7 @@ def quantize_weight(
     grids: list[Grid | None] = [None] * len(segments)
     if spec.order == "activation" or len(segments) == 1:
         grids = [_grid(weight_NK[:, start:stop], fmt, largest) for start, stop in segments]
-    factor_KK = _inverse_factor(hessian_KK.double()[order_K][:, order_K], spec.damping)
+    factor_KK = _inverse_factor(wide(hessian_KK)[order_K][:, order_K], spec.damping)
     work_NK = work_NK[:, order_K].contiguous()
     codes_NK = torch.empty(work_NK.shape, dtype=torch.float32, device=work_NK.device)
 

@@ -32,7 +32,7 @@ from oasis_eval.quant.calibrate import (
 )
 from oasis_eval.quant.padding import PaddingContext
 from oasis_eval.quant.targets import Selection, Target
-from oasis_eval.quant.transforms.edits import Edits, matrix_of
+from oasis_eval.quant.transforms.edits import Edits, matrix_of, wide
 from oasis_eval.quant.transforms.gptq import quantize_weight
 from oasis_eval.quant.transforms.structure import layers_of
 from oasis_eval.quant.weights import WeightCodes, decode
@@ -181,7 +181,7 @@ class _Moments:
 
     def observe(self, x_TK: Tensor, _: int) -> None:
         # fp32 products of one sequence, float64 sums over sequences.
-        product_KK = (x_TK.T @ x_TK).double()
+        product_KK = wide(x_TK.T @ x_TK)
         self._sum_KK = product_KK if self._sum_KK is None else self._sum_KK.add_(product_KK)
         self._count += len(x_TK)
 

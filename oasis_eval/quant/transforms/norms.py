@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from oasis_eval.quant.transforms.edits import Edits
+from oasis_eval.quant.transforms.edits import Edits, wide
 
 _SAME_CHANNELS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "contiguous", "to", "type", "type_as", "float"}
@@ -41,7 +41,7 @@ class Norm(NamedTuple):
     @property
     def gain_D(self) -> Tensor:  # noqa: N802 - shape suffix
         """Factors of the channels, float64."""
-        return cast(Tensor, self.module.weight).detach().double() + self.offset
+        return wide(cast(Tensor, self.module.weight)) + self.offset
 
     @property
     def has_bias(self) -> bool:
@@ -56,10 +56,10 @@ class Norm(NamedTuple):
         """
         weight = cast(Tensor, self.module.weight)
         if self.has_bias:
-            bias = cast(Tensor, self.module.bias).detach().double()
+            bias = wide(cast(Tensor, self.module.bias))
             edits.set_parameter(self.module, "bias", bias * gain_D / self.gain_D)
-        wide = torch.promote_types(weight.dtype, torch.float32) if self.offset else None
-        edits.set_parameter(self.module, "weight", gain_D - self.offset, dtype=wide)
+        dtype = torch.promote_types(weight.dtype, torch.float32) if self.offset else None
+        edits.set_parameter(self.module, "weight", gain_D - self.offset, dtype=dtype)
 
 
 class Reader(NamedTuple):
@@ -90,7 +90,7 @@ def norm_of(module: nn.Module) -> Norm | None:
     generator = torch.Generator().manual_seed(0)
     # Not around 0, or subtracting the mean would make no difference.
     noise = torch.randn(4, weight.shape[0], generator=generator, dtype=torch.float64) + 1.0
-    x = noise.to(weight.device, weight.dtype)
+    x = noise.to(weight.dtype).to(weight.device)
     try:
         with torch.no_grad():
             found = module(x)
@@ -99,14 +99,14 @@ def norm_of(module: nn.Module) -> Norm | None:
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return None
     bias = getattr(module, "bias", None)
-    found = found.double() - (bias.detach().double() if bias is not None else 0.0)
-    wide = x.double()
+    found = wide(found) - (wide(bias) if bias is not None else 0.0)
+    wide_x = wide(x)
     tolerance = 1e-3 if torch.finfo(weight.dtype).bits >= 32 else 3e-2
     for is_centred in (False, True):
-        centred = wide - wide.mean(-1, keepdim=True) if is_centred else wide
+        centred = wide_x - wide_x.mean(-1, keepdim=True) if is_centred else wide_x
         normed = centred * centred.square().mean(-1, keepdim=True).rsqrt()
         for offset in (0.0, 1.0):
-            expected = normed * (weight.detach().double() + offset)
+            expected = normed * (wide(weight) + offset)
             if bool((found - expected).abs().max() <= tolerance * (1.0 + expected.abs().max())):
                 return Norm(module, offset, is_centred)
     return None

@@ -63,8 +63,8 @@ class Rotation:
     def _matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         key = device, dtype
         if key not in self._cache:
-            factors = [hadamard(order).to(device, dtype) for order in self.blocks.factors]
-            self._cache[key] = self._signs.to(device, dtype), factors
+            factors = [hadamard(order).to(dtype).to(device) for order in self.blocks.factors]
+            self._cache[key] = self._signs.to(dtype).to(device), factors
         return self._cache[key]
 
 

@@ -25,7 +25,7 @@ from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.calibrate import Batch, Site, attach, evaluation_mode, runner, tokens_of
 from oasis_eval.quant.padding import PaddingContext
 from oasis_eval.quant.targets import Selection, Target
-from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of
+from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of, wide
 from oasis_eval.quant.transforms.norms import Norm, Readers, norm_of, trace_readers
 from oasis_eval.quant.transforms.structure import ChannelPair, channel_pairs
 from oasis_eval.spec import SmoothQuant
@@ -101,8 +101,8 @@ def smooth_(  # noqa: PLR0913, PLR0917 - a transform's own five, and how to run 
         edits.set_matrix(item.layer, item.matrix())
         bias = item.layer._parameters.get("bias")
         if bias is not None and not bool((item.rows_N == 1).all()):
-            wide = bias.detach().double()
-            edits.set_parameter(item.layer, "bias", wide * item.rows_N.to(wide))
+            wide_bias = wide(bias)
+            edits.set_parameter(item.layer, "bias", wide_bias * item.rows_N.to(wide_bias))
     return _left_alone([target.name for target in selection.targets], smoothed)
 
 
@@ -137,7 +137,7 @@ def _largest_inputs(
 
     def observer(name: str) -> Callable[[Tensor, int], None]:
         def observe(x_TK: Tensor, _: int) -> None:
-            seen_K = x_TK.abs().amax(0).double()
+            seen_K = wide(x_TK.abs().amax(0))
             largest[name] = torch.maximum(largest.get(name, seen_K), seen_K)
 
         return observe

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from oasis_eval.errors import UnsupportedSchemeError
 from oasis_eval.quant.targets import Selection
-from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of
+from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of, wide
 from oasis_eval.quant.transforms.rotation import OnlineInput, RotatedInput, Rotation, Rotations
 from oasis_eval.quant.transforms.structure import (
     ResidualStream,
@@ -91,7 +91,7 @@ def _rotate_stream(stream: ResidualStream, rotations: Rotations, edits: Edits) -
     for writer in stream.writers.values():
         edits.set_matrix(writer, rotation.apply(matrix_of(writer).T).T)
         if writer.bias is not None:
-            edits.set_parameter(writer, "bias", rotation.apply(writer.bias.detach().double()))
+            edits.set_parameter(writer, "bias", rotation.apply(wide(writer.bias)))
     for sliced in stream.sliced:
         gains = sliced.norm.gain_D.split([head.in_features for head in sliced.heads])
         for layer, gain in zip(sliced.heads, gains, strict=True):
@@ -100,9 +100,7 @@ def _rotate_stream(stream: ResidualStream, rotations: Rotations, edits: Edits) -
         edits.add_hook(sliced.module.register_forward_pre_hook(hook))
     for router in stream.queries:
         _rotate_query(router, rotation, edits)
-    edits.set_parameter(
-        stream.embedding, "weight", rotation.apply(stream.embedding.weight.detach().double())
-    )
+    edits.set_parameter(stream.embedding, "weight", rotation.apply(wide(stream.embedding.weight)))
     for norm in stream.norms:
         norm.set_gain(torch.ones_like(norm.gain_D), edits)
     if is_tied:
@@ -112,9 +110,9 @@ def _rotate_stream(stream: ResidualStream, rotations: Rotations, edits: Edits) -
 
 def _rotate_query(router: nn.Module, rotation: Rotation, edits: Edits) -> None:
     """Move the gain of a router's key norm into its query, and rotate that."""
-    query_D = cast(Tensor, router.query).detach().double()
+    query_D = wide(cast(Tensor, router.query))
     key_norm = cast(nn.Module, router.key_norm)
-    gain_D = cast(Tensor, key_norm.weight).detach().double()
+    gain_D = wide(cast(Tensor, key_norm.weight))
     edits.set_parameter(router, "query", rotation.apply(query_D * gain_D))
     edits.set_parameter(key_norm, "weight", torch.ones_like(gain_D))
 

@@ -56,17 +56,22 @@ class UnknownStructureError(Exception):
 
 
 def layers_of(model: nn.Module) -> nn.ModuleList | None:
-    """Return the list of decoder layers: the longest list of modules that hold linear layers."""
+    """Return the list of decoder layers: of all lists of modules the one with most linear layers.
+
+    A list inside of a layer (experts, heads of a gate) has fewer, and so has a vision tower.
+    """
+
+    def count(modules: nn.Module) -> int:
+        return sum(isinstance(module, nn.Linear | Conv1D) for module in modules.modules())
+
     lists = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList)
-        and len(module)
-        and all(any(isinstance(m, nn.Linear | Conv1D) for m in item.modules()) for item in module)
         and not any(isinstance(item, nn.Linear | Conv1D) for item in module)
     ]
-    # A list inside of a layer (experts, heads) comes after the list of layers.
-    return lists[0] if lists else None
+    largest = max(lists, key=count, default=None)
+    return None if largest is None or count(largest) == 0 else largest
 
 
 def residual_stream(model: nn.Module) -> ResidualStream:

@@ -35,7 +35,7 @@ SCHEMES = (
     "w8a8-static-linear-rot",
     "w4a4-g32-rot-gptq",
 )
-MODELS = ("llama", "qwen3-tied", "gpt2", "gemma3", "llama-oasis", "qwen3-gated", "llama-gated_g1")
+MODELS = ("llama-tied-biased", "gpt2", "gemma3", "llama-oasis", "qwen3-gated")
 
 
 def _plant_(model: LlamaForCausalLM) -> LlamaForCausalLM:

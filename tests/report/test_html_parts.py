@@ -187,6 +187,18 @@ def test_words_follow_the_thresholds(mean: float, severity: str, text: str) -> N
     assert (severity, text) == (said.severity, said.text)
 
 
+def test_a_failed_run_is_called_so_and_says_why() -> None:
+    """Its tag is the status; the reason holds no folders."""
+    found = [
+        record("tiny", "fp32", metrics=loss(2.0)),
+        record("tiny", "w4a4", status="failed", reason="cannot read /home/me/models/x/w.bin"),
+    ]
+    (line,) = lines(select(found, where={}))
+    said = verdict.say(line.effects[0], line)
+
+    assert (said.word, said.text) == ("failed", "cannot read …/x/w.bin")
+
+
 def test_worst_is_the_largest_of_the_most_severe(selection: Selection) -> None:
     """Broken comes before severe, however large; without anything clear there is no worst."""
     small = [

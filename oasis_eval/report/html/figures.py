@@ -122,7 +122,9 @@ def _ratios(
         for effect in item.effects:
             scheme = effect.result.first.scheme
             series = numbers[scheme]
-            said = f"{label}, {scheme}: {say(effect, item).text}"
+            words = say(effect, item)
+            status = "" if words.status == "ok" else f"{words.status}: "
+            said = f"{label}, {scheme}: {status}{words.text}"
             ratio = _ratio(effect)
             if ratio is None:
                 x = right + 24 + 16 * (aside % 4)

@@ -256,8 +256,7 @@ def _header(line: Line, above: Line | None, level: int, notes: _Notes) -> Html:
     repeated = level == 0 and above is not None and above.place[0] == line.place[0]
     return element(
         "th",
-        named(label_text(label)),
-        _marks(label.marks, notes),
+        element("span", named(label_text(label)), _marks(label.marks, notes), class_="name"),
         scope="row",
         class_="again" if repeated else None,
     )

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from oasis_eval.record import Status
 from oasis_eval.report.html.effects import ANSWERS, Effect, Line
 from oasis_eval.report.html.markup import Html, details, element, markup, named
 from oasis_eval.report.html.selection import Selection
+from oasis_eval.report.html.sources import without_folders
 from oasis_eval.report.numbers import (
     format_change,
     format_number,
@@ -55,11 +57,13 @@ class Said:
 
     severity: Severity
     text: str
+    status: Status = "ok"
+    """Of the run; what did not finish is called by it."""
 
     @property
     def word(self) -> str:
-        """Return the severity as a word."""
-        return _WORDS[self.severity]
+        """Return the severity as a word, or why there is none."""
+        return _WORDS[self.severity] if self.status == "ok" else self.status
 
 
 def say(effect: Effect, line: Line) -> Said:
@@ -69,7 +73,7 @@ def say(effect: Effect, line: Line) -> Said:
         status = result.first.status
         if status == "ok":
             return Said("unknown", f"{result.problem}; choose one with --where")
-        return Said("unknown", f"{status}: {result.problem}")
+        return Said("unknown", without_folders(result.problem or ""), status)
     value = format_value(result.value, line.metric)
     if not math.isfinite(result.value):
         what = "not a number" if math.isnan(result.value) else "infinite"
@@ -255,7 +259,8 @@ def _reference(line: Line) -> Html:
     header = metric_style(line.metric).header
     name = [named(reference.first.scheme), ": "]
     if reference.value is None:
-        return element("p", *name, f"{reference.first.status}, {reference.problem}", class_="base")
+        problem = without_folders(reference.problem or "")
+        return element("p", *name, f"{reference.first.status}, {problem}", class_="base")
     text = f"{header} {format_value(reference.value, line.metric)}"
     first = reference.first
     if is_floor(line.metric, reference.value, stderr=first.stderr, count=first.count):
@@ -273,7 +278,7 @@ def _row(effect: Effect, line: Line) -> Html:
         element("dt", named(scheme)),
         element(
             "dd",
-            element("span", words.word, class_=f"tag {words.severity}"),
+            element("span", words.word, class_=f"tag {words.severity} {words.status}"),
             " ",
             element("span", words.text),
         ),

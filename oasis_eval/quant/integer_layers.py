@@ -271,7 +271,8 @@ def prepared_bytes(model: nn.Module) -> int:
 
 def _prepare(state: IntegerState, stored: StoredWeight) -> tuple[Stretch, ...]:
     state.kernel = choose(stored.codes.device, state.largest_weight, state.largest_input)
-    codes_NK = packing.relative_codes(stored, state.layout)
+    is_plain = state.layout.bits == 8 and state.layout.symmetric
+    codes_NK = stored.codes if is_plain else packing.relative_codes(stored, state.layout)
     stretches = []
     width = state.layout.num_inputs
     weight_size, input_size = state.layout.group_size or width, state.input_group_size or width

@@ -61,7 +61,10 @@ class Kernel(NamedTuple):
 
     name: str
     prepare: Callable[[Tensor, int], Prepared]
-    """Takes weight codes [N, K] (int16) and the largest magnitude of what they will meet."""
+    """Takes weight codes [N, K] (int8 or int16) and the largest magnitude of what they will meet.
+
+    int8 codes may be kept as they are, so they must not change afterwards.
+    """
 
 
 # --- oneDNN -----------------------------------------------------------------------------------
@@ -128,7 +131,7 @@ class _Carried:
 
 def _prepare_carried(weight_NK: Tensor, largest: int) -> Prepared:
     kept_NK = _narrow(weight_NK)
-    return _Carried(kept_NK, tuple(_chunks(weight_NK, largest)), kept_NK.nbytes)
+    return _Carried(kept_NK, tuple(_chunks(weight_NK, largest)), _held(kept_NK, weight_NK))
 
 
 # --- torch._int_mm ----------------------------------------------------------------------------
@@ -158,18 +161,20 @@ class _IntMm:
 
 def _prepare_int_mm(weight_NK: Tensor, largest: int) -> Prepared:
     _check_int32(weight_NK, largest)
-    pieces = _pieces(weight_NK, 127)
-    joined_NK = torch.cat(pieces, dim=-1)
+    pieces = [weight_NK] if weight_NK.dtype == torch.int8 else _pieces(weight_NK, 127)
+    joined_NK = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
     num_outputs, width = joined_NK.shape
-    padding = -width % 8
-    joined_NK = F.pad(joined_NK, (0, padding, 0, -num_outputs % 8)).contiguous()
+    padding, missing = -width % 8, -num_outputs % 8
+    if padding or missing:
+        joined_NK = F.pad(joined_NK, (0, padding, 0, missing))
+    joined_NK = joined_NK.contiguous()
     return _IntMm(
         joined_NK,
         num_pieces=len(pieces),
         num_outputs=num_outputs,
         padding=padding,
         pads_rows=weight_NK.device.type == "cuda",
-        num_bytes=joined_NK.nbytes,
+        num_bytes=_held(joined_NK, weight_NK),
     )
 
 
@@ -271,7 +276,7 @@ def _probes(
 def _chunks(weight_NK: Tensor, largest: int) -> list[slice]:
     """Cut the inputs so that no sum over a chunk can pass 2^24, into as few as halving gives."""
     _check_int32(weight_NK, largest)
-    magnitude_NK = weight_NK.abs().int()
+    magnitude_NK = weight_NK.int().abs()
     num_inputs = weight_NK.shape[1]
     num_chunks = 1
     while True:
@@ -284,7 +289,7 @@ def _chunks(weight_NK: Tensor, largest: int) -> list[slice]:
 
 
 def _check_int32(weight_NK: Tensor, largest: int) -> None:
-    worst = int(weight_NK.abs().sum(-1, dtype=torch.int64).max()) * largest
+    worst = int(weight_NK.int().abs().sum(-1, dtype=torch.int64).max()) * largest
     if worst > EXACT_IN_INT32:
         raise QuantizationError(
             f"a sum over {weight_NK.shape[1]} inputs can reach {worst}, beyond 32 bits"
@@ -304,8 +309,15 @@ def _pieces(weight_NK: Tensor, limit: int) -> list[Tensor]:
 
 def _narrow(weight_NK: Tensor) -> Tensor:
     """Return codes in int8 where they fit."""
+    if weight_NK.dtype == torch.int8:
+        return weight_NK
     low, high = torch.aminmax(weight_NK)
     return weight_NK.to(torch.int8) if int(low) >= -128 and int(high) <= 127 else weight_NK
+
+
+def _held(kept: Tensor, given: Tensor) -> int:
+    """Return the memory of what is kept, none where it is what was given."""
+    return 0 if kept.data_ptr() == given.data_ptr() else kept.nbytes
 
 
 def _total(products: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:

@@ -18,9 +18,8 @@ ROWS = (1, 16, 17, 512)
 INPUTS = (1, 3, 64, 1041, 4096)
 
 
-def exact_kernels() -> list[Kernel]:
-    """Kernels that this machine runs exactly at 8 bits."""
-    return [k for k in kernels.candidates(CPU) if kernels.inexact(k, CPU, 127, 127) is None]
+ALWAYS_EXACT = (kernels.ONEDNN_SPLIT, kernels.CARRIED, kernels.INT_MM)
+"""At every width and on every CPU; not found by the probe, which is itself to be tested."""
 
 
 def as_int64(weight_NK: Tensor, codes_MK: Tensor) -> Tensor:
@@ -28,7 +27,7 @@ def as_int64(weight_NK: Tensor, codes_MK: Tensor) -> Tensor:
     return torch.stack([(codes_MK.long() * row_K.long()).sum(-1) for row_K in weight_NK], dim=-1)
 
 
-@pytest.mark.parametrize("kernel", exact_kernels(), ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ALWAYS_EXACT, ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("num_inputs", INPUTS)
 @pytest.mark.parametrize("fill", ["largest", "random"])
 def test_sums_are_exact(kernel: Kernel, num_inputs: int, fill: str) -> None:
@@ -48,6 +47,14 @@ def test_sums_are_exact(kernel: Kernel, num_inputs: int, fill: str) -> None:
 
         assert torch.equal(actual.long(), expected[:rows])
         assert actual.dtype == torch.int32 or float(actual.abs().max()) <= 2**24
+
+
+@pytest.mark.parametrize("kernel", ALWAYS_EXACT, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize(("weight", "activation"), WIDTHS)
+def test_the_probe_accepts_what_is_exact(kernel: Kernel, weight: int, activation: int) -> None:
+    """And oneDNN without a split at 4-bit weights."""
+    assert kernels.inexact(kernel, CPU, weight, activation) is None
+    assert kernels.inexact(kernels.ONEDNN, CPU, 7, 127) is None
 
 
 @pytest.mark.parametrize(("weight", "activation"), WIDTHS)
@@ -164,6 +171,24 @@ def test_memory_is_counted() -> None:
     assert kernels.ONEDNN_SPLIT.prepare(weight_NK, 127).num_bytes == 2 * 8 * 64
     assert kernels.ONEDNN.prepare(weight_NK // 20, 127).num_bytes == 8 * 64
     assert kernels.CARRIED.prepare(weight_NK, 127).num_bytes == 8 * 64
+    narrow_NK = weight_NK.to(torch.int8)
+    assert kernels.CARRIED.prepare(narrow_NK, 127).num_bytes == 0
+    assert kernels.INT_MM.prepare(narrow_NK, 127).num_bytes == 0
+    assert kernels.INT_MM.prepare(narrow_NK[:, :60], 127).num_bytes == 8 * 64
+    assert kernels.ONEDNN_SPLIT.prepare(narrow_NK, 127).num_bytes == 2 * 8 * 64
+
+
+@pytest.mark.parametrize("kernel", ALWAYS_EXACT, ids=lambda kernel: kernel.name)
+def test_int8_codes_are_taken_too(kernel: Kernel) -> None:
+    """The same sums as from int16, whole and as a part of a wider weight."""
+    generator = torch.Generator().manual_seed(2)
+    wide_NK = torch.randint(-127, 128, (24, 96), dtype=torch.int8, generator=generator)
+    codes_MK = torch.randint(-127, 128, (30, 96), dtype=torch.int8, generator=generator)
+    for inputs in (slice(0, 96), slice(16, 32), slice(5, 48)):
+        weight_NK, part_MK = wide_NK[:, inputs], codes_MK[:, inputs]
+        actual = kernel.prepare(weight_NK, 127)(part_MK)
+
+        assert torch.equal(actual.long(), as_int64(weight_NK, part_MK))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 17, 40])

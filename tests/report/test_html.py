@@ -253,6 +253,23 @@ def test_records_that_no_table_mixes_stand_apart() -> None:
     assert "limit 4" in reader.text()
 
 
+def test_two_checkpoints_of_one_name_are_listed() -> None:
+    """What no table can hold is still in the list of records, and the reason is said once."""
+    found = [
+        record("m", scheme, metrics={"token_perplexity": value}, checkpoint=checkpoint)
+        for scheme, value, checkpoint in (
+            ("fp32", 5.0, "a"),
+            ("fp32", 6.0, "b"),
+            ("w8a8", 7.0, "b"),
+        )
+    ]
+    reader = Reader(build_report(found))
+
+    assert {"5.00", "6.00", "7.00"} <= set(reader.cells)
+    assert reader.text().count("mixes checkpoint_sha256") == 1
+    assert "2 results for one seed" in reader.text()
+
+
 def test_failed_records_alone_are_a_report() -> None:
     """Where nothing finished, the report says why."""
     text = Reader(build_report([evil_failure()])).text()

@@ -49,6 +49,7 @@ _DEPTH = (
     "depth_null_mass",
     "depth_weight_update_correlation",
 )
+_LISTED = "No table shows these; their numbers are in the list of records"
 _ARROWS = "↓ lower is better, ↑ higher is better."
 _ROWS = ("model", "scheme")
 _COLUMNS = ("task", "protocol", "metric")
@@ -89,24 +90,18 @@ def specs() -> list[TableSpec]:
 
 
 def render(selection: Selection) -> Html:
-    """Return the section with every table that the records have numbers for."""
-    parts: list[Html] = []
-    for spec in specs():
-        items = [item for item in selection.observations if item.metric in spec.metrics]
-        if not items and not (spec.name == "perplexity" and _nothing_finished(selection)):
-            continue
-        parts += _tables(spec, selection)
-    return element(
-        "section",
-        element("h2", "Tables"),
-        element("p", _ARROWS, class_="hint"),
-        *parts,
-        id="tables",
-    )
-
-
-def _nothing_finished(selection: Selection) -> bool:
-    return all(item.metric is None for item in selection.observations)
+    """Return the section with every table that the records have numbers for; empty without any."""
+    measured = {item.metric for item in selection.observations}
+    parts = [
+        part
+        for spec in specs()
+        if not measured.isdisjoint(spec.metrics)
+        for part in _tables(spec, selection)
+    ]
+    if not parts:
+        return Html("")
+    hint = element("p", _ARROWS, class_="hint")
+    return element("section", element("h2", "Tables"), hint, *parts, id="tables")
 
 
 def _tables(spec: TableSpec, selection: Selection) -> list[Html]:
@@ -130,7 +125,8 @@ def _tables(spec: TableSpec, selection: Selection) -> list[Html]:
         try:
             table = _build(spec, records, selection)
         except OasisError as error:
-            parts.append(element("p", str(error), class_="note"))
+            why = "" if str(error) == first else f": {error}"
+            parts.append(element("p", _LISTED + why, class_="note"))
         else:
             parts.append(_figure(table, f"table-{spec.name}-{number}"))
     return parts

@@ -99,9 +99,9 @@ def _quantize(
 
 
 def _own_weights(selection: Selection) -> tuple[list[Target], list[str]]:
-    """Leave out layers that share a weight with another one that is quantized."""
+    """Leave out layers that share a weight with something else that is quantized."""
     owners: dict[int, list[str]] = {}
-    for target in selection.targets:
+    for target in (*selection.targets, *selection.embeddings):
         owners.setdefault(id(target.weight), []).append(target.name)
     shared = [name for names in owners.values() if len(names) > 1 for name in names]
     notes = [f"rounded to nearest, for sharing a weight: {', '.join(shared)}"] if shared else []

@@ -202,6 +202,15 @@ def test_shared_weights_round_to_nearest() -> None:
     assert len(found) == 12
 
 
+def test_tied_ends_round_to_nearest() -> None:
+    """A head whose weight is also quantized as the embedding's is not fitted."""
+    scheme = W4A16.model_copy(update={"regions": ("linear_inputs", "lm_head", "embedding")})
+    found, notes = _codes(build("qwen3-tied"), _texts(), scheme)
+
+    assert notes == ["rounded to nearest, for sharing a weight: lm_head, model.embed_tokens"]
+    assert "lm_head" not in found
+
+
 def test_idle_layers_round_to_nearest() -> None:
     """A layer that no token reaches is named."""
     model = build("llama")

@@ -262,6 +262,18 @@ def test_transforms_before_float_formats(name: str) -> None:
     assert 0 < deviation(after, before) < 1.0
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_real_execution_takes_transforms(name: str) -> None:
+    """Integer codes behind online rotations and from GPTQ compute what fake quantization does."""
+    logits = []
+    for scheme in ("w4a4-smooth-rot-gptq", "w4a4-smooth-rot-gptq-real"):
+        model = build(name)
+        quantize_(model, resolve(scheme), _texts())
+        logits.append(real_logits(model, text(padding=0)))
+
+    assert deviation(logits[1], logits[0]) < 1e-3
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_are_transformed(dtype: torch.dtype) -> None:
     """The function stays up to the rounding of 16 bits, and the dtype everywhere."""

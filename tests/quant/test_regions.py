@@ -446,6 +446,24 @@ def test_queries_and_depth_weights_stay_in_the_full_graph(case: str) -> None:
         assert len(seen["model.layers.1.self_attn.q_proj"][1][0, 0].unique()) <= 15
 
 
+@pytest.mark.parametrize("case", ["oasis", "oasis_repo_lowrank"])
+def test_queries_and_depth_weights_by_name_have_static_ranges(
+    case: str, batches: list[Batch]
+) -> None:
+    """An ablation: named, they are quantized; weights of all reads together span at most 1."""
+    model = ours(case)
+    reference = logits_of(model, tokens(1, 9))
+    with quantized(model, scheme("depth_query", "depth_weights", static=True), batches) as applied:
+        actual = logits_of(model, tokens(1, 9))
+        assert applied.verify() == ()
+    spans = {name: span for (name, _), span in applied.ranges.items()}
+    weights = [span for name, span in spans.items() if name.endswith("depth_weights")]
+
+    assert len(weights) == len(spans) / 2 == (7 if case == "oasis" else 6)
+    assert all(0.2 < float(span.high) <= 1 for span in weights)
+    assert not torch.equal(actual, reference)
+
+
 def test_null_mass_and_psi_follow_the_quantized_scores() -> None:
     """Under the full graph nu is 1 / (1 + sum exp) of the quantized scores, psi its mean."""
     model = ours("oasis_repo")
@@ -564,7 +582,8 @@ def test_the_cache_holds_few_levels(kind: str, static: bool, batches: list[Batch
     """Keys and values have at most 16 levels per token and head, and are rounded once."""
     model = build_plain(kind) if kind in PLAIN else ours(kind)
     cache = DynamicCache(config=model.config)
-    how = resolve("w4a4-static") if static else full(4, static=False)
+    # Alone: quantized outputs of the projections have few levels anyway.
+    how = scheme("kv_cache", static=static, symmetric=not static)
     with quantized(model, how, batches):
         with torch.no_grad():
             model(input_ids=tokens(2, 5), cache=cache, use_cache=True)
@@ -651,6 +670,31 @@ def test_formats_that_a_region_cannot_have(changes: dict[str, object], message: 
     how = QuantScheme.model_validate(fields)
 
     assert message in str(unsupported(how))
+
+
+def test_places_that_have_not_run_are_told(llama: LlamaForCausalLM, ids_BT: Tensor) -> None:
+    """Before a pass nothing has run, which is an error; a place that is gone around, a warning."""
+    with quantized(llama, scheme("attention_scores", "residual")) as applied:
+        with pytest.raises(QuantizationError, match="none of 7 quantized layers and regions"):
+            applied.verify()
+        last = llama.model.layers[1]
+        last.forward = lambda hidden_states, **_: hidden_states
+        logits_of(llama, ids_BT)
+        del last.forward
+        warnings = applied.verify()
+
+    assert warnings == (
+        "3 of 7 quantized layers and regions have not run: model.layers.1.self_attn.taps.scores, "
+        "model.layers.1.taps.residual_attention, model.layers.1.taps.residual_mlp",
+    )
+
+
+def test_a_quantized_place_is_not_quantized_again(llama: LlamaForCausalLM) -> None:
+    """A second scheme on top of the first is refused, and the first stays in effect."""
+    with quantized(llama, scheme("residual")):
+        with pytest.raises(QuantizationError, match="a FakeQuantTap and no plain tap; undo"):
+            quantize_(llama, scheme("residual"))
+        assert len([m for m in llama.modules() if type(m).__name__ == "FakeQuantTap"]) == 5
 
 
 def test_two_schemes_in_turn(llama: LlamaForCausalLM, ids_BT: Tensor, batches: list[Batch]) -> None:

@@ -86,7 +86,7 @@ def build_report(
         _header(title, present),
         _controls(selection),
         element("main", *sections, id="main", tabindex=-1),
-        element("div", id="tip", role="status", hidden=True),
+        element("div", id="tip", aria_hidden="true", hidden=True),
         data,
         element("script", script),
     )

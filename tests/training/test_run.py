@@ -11,12 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from oasis_eval import checkpoint, loading, registry
 from oasis_eval.errors import DataError, RecordError, SpecError, UnknownNameError
 from oasis_eval.modeling.variants import VARIANT_NAMES
+from oasis_eval.training import tokens
+from oasis_eval.training.blocks import TrainingBlocks
 from oasis_eval.training.folder import COMPLETE, RunFolder
-from oasis_eval.training.run import Outcome, Plan, train
+from oasis_eval.training.run import Outcome, Plan, build_model, load_tokenizer, train
 from oasis_eval.training.schedule import rate_factor
 from tests.training.tiny import STEPS, plan, recipe
 
@@ -103,6 +106,31 @@ def test_training_json_says_what_was_run(finished: Path) -> None:
     assert (session["first_step"], session["last_step"]) == (0, STEPS)
     assert session["versions"]["torch"] == torch.__version__
     assert session["seconds"] > 0
+
+
+def test_weights_are_those_of_a_bare_loop(place: Path, finished: Path) -> None:
+    """AdamW, decay of matrices, clipping and schedule written out, with whole batches."""
+    asked = plan(place)
+    tokenizer = load_tokenizer(asked)
+    model = build_model(asked, tokenizer, None).train()
+    text = tokens.load(asked.recipe.data[0], tokenizer, data=asked.data)
+    blocks = TrainingBlocks(asked.recipe, [text], steps=STEPS, seed=0)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False)
+    for step in range(STEPS):
+        ids_BT = blocks.__getitems__(range(4 * step, 4 * step + 4))["input_ids"]
+        logits_BTV = model(input_ids=ids_BT).logits[:, :-1]
+        cross_entropy(logits_BTV.flatten(0, 1), ids_BT[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * rate_factor(asked.recipe, step, steps=STEPS)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected, found = model.state_dict(), weights(finished)
+
+    assert max((found[name] - expected[name]).abs().max().item() for name in found) < 2e-5
 
 
 def test_same_seed_same_weights(place: Path, finished: Path, tmp_path: Path) -> None:

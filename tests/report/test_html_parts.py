@@ -199,6 +199,25 @@ def test_a_failed_run_is_called_so_and_says_why() -> None:
     assert (said.word, said.text) == ("failed", "cannot read …/x/w.bin")
 
 
+def test_lead_stays_short() -> None:
+    """Of twelve schemes eight are summed up at the top, of ten models two are folded."""
+    found = [
+        record(f"m{model}", scheme, metrics=loss(2.0 + at / 10))
+        for model in range(10)
+        for at, scheme in enumerate(
+            ["fp32", *(f"w{a}a{b}" for a in (8, 6, 4) for b in (8, 6, 4, 2))]
+        )
+    ]
+    chosen = select(found, where={})
+    text = verdict.render(chosen, lines(chosen))
+    lead = text.partition("</ul>")[0]
+
+    assert lead.count("perplexity +") == 8
+    assert "4 more schemes: model by model below." in lead
+    assert "2 more models" in text
+    assert text.count('class="card"') == 10
+
+
 def test_worst_is_the_largest_of_the_most_severe(selection: Selection) -> None:
     """Broken comes before severe, however large; without anything clear there is no worst."""
     small = [

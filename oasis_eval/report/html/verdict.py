@@ -34,6 +34,7 @@ SMALL_POINTS = 1.0
 _TIMES_PERCENT = 200.0
 """From which a perplexity is said to be a multiple."""
 _OPEN_MODELS = 8
+_LEAD_SCHEMES = 8
 _WORDS: dict[Severity, str] = {
     "none": "not measurable",
     "better": "better",
@@ -185,7 +186,10 @@ def _lead(selection: Selection, found: Sequence[Line]) -> list[Html]:
             f"{count['unsupported']} unsupported.",
         ]
     ]
-    items += [list(parts) for parts in _by_scheme(selection, found)]
+    by_scheme = [list(parts) for parts in _by_scheme(selection, found)]
+    items += by_scheme[:_LEAD_SCHEMES]
+    if len(by_scheme) > _LEAD_SCHEMES:
+        items.append([f"{len(by_scheme) - _LEAD_SCHEMES} more schemes: model by model below."])
     costliest = worst(found)
     if costliest is not None:
         line, effect, words = costliest

@@ -274,6 +274,24 @@ def test_real_execution_takes_transforms(name: str) -> None:
     assert deviation(logits[1], logits[0]) < 1e-3
 
 
+@pytest.mark.parametrize("name", ["oasis_repo", "qwen3-gated"])
+def test_full_graph_takes_transforms(name: str) -> None:
+    """Router and gate projections are smoothed, rotated and fitted like others, where covered."""
+    model, scheme = build(name), resolve("w8a8-static-smooth-rot-gptq")
+    before = real_logits(model, text())
+    names = {target.name for target in select(model, scheme).targets}
+    found = transform_(model, scheme, _texts())
+
+    assert len(names) == 22
+    assert set(found.codes) == names
+    assert deviation(real_logits(model, text()), before) < 1e-5
+    found.undo()
+    applied = quantize_(model, scheme, _texts(), keep_reference=True)
+    assert 0 < deviation(real_logits(model, text()), before) < 1.0
+    applied.undo()
+    assert torch.equal(real_logits(model, text()), before)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_models_are_transformed(dtype: torch.dtype) -> None:
     """The function stays up to the rounding of 16 bits, and the dtype everywhere."""

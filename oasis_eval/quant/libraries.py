@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from oasis_eval.spec import QuantScheme, Region
 
 _BITSANDBYTES_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _QUANTO_GROUP = 128
 _QUANTO_MOMENTUM = 0.9
-_REGIONS: Mapping[str, frozenset[Region]] = MappingProxyType(
-    {
-        "bitsandbytes": frozenset({"linear_inputs", "lm_head"}),
-        "optimum-quanto": frozenset({"linear_inputs", "linear_outputs", "lm_head"}),
-        "torchao": frozenset({"linear_inputs", "lm_head"}),
-    }
-)
+_REGIONS: frozenset[Region] = frozenset({"linear_inputs", "lm_head"})
 
 
 def bitsandbytes(scheme: QuantScheme) -> str | None:
@@ -104,7 +96,7 @@ def _library(scheme: QuantScheme, package: str, module: str, install: str) -> st
     if scheme.transforms:
         kinds = ", ".join(transform.kind for transform in scheme.transforms)
         return f"transform {kinds} goes with backends 'fake' and 'torch'"
-    foreign = [region for region in scheme.regions if region not in _REGIONS[package]]
+    foreign = [region for region in scheme.regions if region not in _REGIONS]
     if foreign:
         return f"{package} does not quantize region {', '.join(foreign)}"
     if not _is_installed(module):

@@ -2,8 +2,8 @@
 
 - Inputs are quantized per tensor by a running mean of their largest magnitudes, which needs
   calibration text; the unit is one unpadded sequence, so that neither padding nor the batch size
-  enters. Outputs are quantized too where the scheme asks for `linear_outputs` and the library finds
-  that what follows can take them.
+  enters. Outputs are left alone: the library would quantize those that a quantized operation
+  reads, and in a Llama that is none of them.
 - int8 weights are symmetric per output channel, with scales in the model's dtype.
 - int4 weights have 0 to 15 as codes and a floating-point offset, in groups of 128 inputs; the
   library takes smaller groups, or whole rows, where those do not fit, and the coverage says which.
@@ -73,7 +73,6 @@ class QuantoLayers:
         self._quanto = quanto
         self._weights = quanto.qint8 if scheme.weights.bits == 8 else quanto.qint4
         self._activations = quanto.qint8 if scheme.activations is not None else None
-        self._outputs = "linear_outputs" in scheme.regions
         self._group_size = scheme.weights.group_size
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
@@ -81,8 +80,7 @@ class QuantoLayers:
         layer = self._quanto.QLinear.from_module(
             linear, weights=self._weights, activations=self._activations
         )
-        if not self._outputs:
-            layer.disable_output_quantization()
+        layer.disable_output_quantization()
         layer.freeze()
         assert isinstance(layer, nn.Module)
         return layer
@@ -141,7 +139,7 @@ def _calibrate(
     device = next(model.parameters()).device
     try:
         model.eval()
-        with torch.no_grad(), quanto.Calibration(streamline=True):
+        with torch.no_grad(), quanto.Calibration(streamline=False):
             for batch in batches:
                 for ids_T, mask_T in zip(batch.input_ids_BT, batch.attention_mask_BT, strict=True):
                     real_1T = ids_T[mask_T.bool()][None].to(device)

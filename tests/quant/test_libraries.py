@@ -289,11 +289,11 @@ def test_effects_are_checked(
 def test_activations_left_alone_are_seen(
     llama: LlamaForCausalLM, ids_BT: Tensor, batches: list[Batch]
 ) -> None:
-    """If a library stopped quantizing inputs, the record would say so."""
+    """If a library stopped quantizing inputs the record would say so, outputs in bf16 or not."""
     applied = quantize(llama, "llm-int8", batches)
     for layer in applied.layers.values():
         weight_NK = applied.library.dequantize(layer)
-        layer.forward = lambda x, weight_NK=weight_NK: F.linear(x, weight_NK)
+        layer.forward = lambda x, weight_NK=weight_NK: F.linear(x, weight_NK).bfloat16().float()
     logits_of(llama, ids_BT)
 
     assert applied.verify()[0] == "no activation was changed by quantization"

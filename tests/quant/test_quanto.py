@@ -39,6 +39,7 @@ def test_quanto_int8_is_static_per_tensor(batches: list[Batch]) -> None:
     with torch.no_grad():
         found = layer(x)
 
+    assert type(found) is Tensor  # not quantized
     torch.testing.assert_close(applied.library.dequantize(layer), weight_NK)
     torch.testing.assert_close(found, F.linear(codes * scale, weight_NK), rtol=1e-4, atol=1e-4)
 
@@ -133,3 +134,11 @@ def test_int4_of_quanto(ids_BT: Tensor, batches: list[Batch]) -> None:
     assert up.note == f"{down.note}; groups of 96, since 128 does not divide 192"
     torch.testing.assert_close(found, expected.flatten(-2), rtol=1e-4, atol=1e-5)
     assert math.isfinite(nll_of(model, ids_BT))
+
+
+def test_outputs_are_refused() -> None:
+    """A half of a scheme that the library would leave out is not accepted."""
+    regions = {"name": "mine", "regions": ("linear_inputs", "linear_outputs")}
+    reason = unsupported(resolve("quanto-w8a8").model_copy(update=regions))
+
+    assert reason == "scheme 'mine': optimum-quanto does not quantize region linear_outputs"

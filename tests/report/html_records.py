@@ -38,7 +38,11 @@ def _stats(factor: float, *, broken: bool) -> Iterator[LayerStat]:
             for tensors in ("outputs", "linear_inputs"):
                 norm = factor * size * 10.0 ** (layer + 1)
                 yield LayerStat(module=f"{stem}.{part}", name=f"{tensors}.max_inf_norm", value=norm)
-                kurtosis = math.nan if broken and layer == 1 else 3.0 + factor * size
+                kurtosis = (
+                    math.nan
+                    if broken and layer == 1 and part == "self_attn"
+                    else 3.0 + factor * size
+                )
                 yield LayerStat(module=f"{stem}.{part}", name=f"{tensors}.kurtosis", value=kurtosis)
         for head in range(2):
             mass = 0.2 + 0.5 * head

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oasis_eval.record import LayerStat, read_records
 from oasis_eval.report.compare import compare
-from oasis_eval.report.html import answers, charts, coverage, layers, verdict
+from oasis_eval.report.html import answers, charts, coverage, figures, layers, verdict
 from oasis_eval.report.html.effects import Line, lines
 from oasis_eval.report.html.markup import Html, element, escape, markup, visible
 from oasis_eval.report.html.routing import heat_map, short_names
@@ -329,8 +329,7 @@ def test_heat_map_has_a_cell_for_each_weight() -> None:
     assert text.count("<rect") == 2 + 3 + 4
     assert text.count('class="cell nan"') == 1
     assert text.count('class="cell h5"') == 4
-    assert "model.layers.1.router, source 2: 0.3333" in text
-    assert ">layers.0.router<" not in text
+    assert ">1.router, source 2: 0.3333<" in text
     assert [charts.heat_step(value) for value in (0.0, 0.01, 0.5, 1.0, 1.5)] == [
         "h0",
         "h1",
@@ -338,6 +337,23 @@ def test_heat_map_has_a_cell_for_each_weight() -> None:
         "h9",
         "h9",
     ]
+
+
+def test_heat_maps_that_do_not_fit_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A budget for one map: the other schemes are said to be left out."""
+    found = [
+        record("tiny", scheme, metrics=loss(2.0)).model_copy(
+            update={"layers": html_records.layers(scheme)}
+        )
+        for scheme in html_records.SHIFTS
+    ]
+    chosen = select(found, where={})
+    monkeypatch.setattr(figures, "MAX_ROUTING_BYTES", 5_000)
+    text = figures.render(chosen, lines(chosen))
+
+    assert 0 < text.count('class="chart heat"') < 3
+    assert re.search(r"[12] of 3 schemes are left out; keep some with --where scheme=", text)
+    assert text.count("<figure") > 5
 
 
 def test_short_names_differ() -> None:

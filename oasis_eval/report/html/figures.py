@@ -11,7 +11,7 @@ from oasis_eval.report.html import charts
 from oasis_eval.report.html.charts import Point, Series
 from oasis_eval.report.html.effects import ANSWERS, Effect, Line
 from oasis_eval.report.html.layers import QUANTITIES, Quantity, by_layer, layer_order, routing
-from oasis_eval.report.html.markup import Html, details, element, named
+from oasis_eval.report.html.markup import Html, details, element, markup, named
 from oasis_eval.report.html.routing import heat_key, heat_map
 from oasis_eval.report.html.selection import Selection
 from oasis_eval.report.html.verdict import say
@@ -19,6 +19,8 @@ from oasis_eval.report.numbers import format_value, metric_style
 
 MAX_LAYER_BYTES = 1_500_000
 """Size of all charts over layers together; what does not fit is counted and left out."""
+MAX_ROUTING_BYTES = 2_500_000
+"""Size of all heat maps together."""
 MAX_MODELS = 60
 """Rows of one figure of perplexities."""
 _ROW = 30.0
@@ -162,10 +164,12 @@ def _layers(selection: Selection) -> Iterable[Html]:
     order = {name: at for at, name in enumerate(selection.models)}
     groups = sorted(grouped_records(records), key=lambda items: order[items[0].card.name])
     panels: list[Html] = []
-    size = 0
+    size = routing_size = 0
     for group in groups:
-        panel = _layer_panel(group, selection, is_open=not panels)
-        size += len(panel)
+        maps = _routing(group, selection, MAX_ROUTING_BYTES - routing_size)
+        panel = _layer_panel(group, selection, maps, is_open=not panels)
+        routing_size += len(maps)
+        size += len(panel) - len(maps)
         if size > MAX_LAYER_BYTES:
             break
         panels.append(panel)
@@ -193,27 +197,44 @@ def grouped_records(records: Sequence[RunRecord]) -> list[list[RunRecord]]:
     return [list(group.values()) for group in found.values()]
 
 
-def _layer_panel(group: Sequence[RunRecord], selection: Selection, *, is_open: bool) -> Html:
-    task = group[0].spec.task
+def _routing(group: Sequence[RunRecord], selection: Selection, budget: int) -> Html:
+    """Return the heat maps of a group that fit; empty without routing over depth."""
+    found = [(record, weights) for record in group if (weights := routing(record.layers))]
+    if not found:
+        return Html("")
     label = selection.label(group[0])
-    numbers = _numbers(selection, {record.spec.scheme.name for record in group})
-    drawn = [chart for item in QUANTITIES if (chart := _chart(group, item, numbers)) is not None]
-    maps = [
-        heat_map(found, title=f"Depth weights, {label}, {record.spec.scheme.name}", record=record)
-        for record in group
-        if (found := routing(record.layers)) is not None
-    ]
-    return details(
-        [named(label), ", ", named(task.name), element("small", f" {task.protocol}")],
-        charts.key(numbers),
-        element("div", *drawn, class_="multiples"),
+    maps: list[Html] = []
+    for record, weights in found:
+        title = f"Depth weights, {label}, {record.spec.scheme.name}"
+        drawn = heat_map(weights, title=title, record=record)
+        budget -= len(drawn)
+        if budget < 0:
+            break
+        maps.append(drawn)
+    left_out = len(found) - len(maps)
+    more = f"{left_out} of {len(found)} schemes are left out; keep some with --where scheme=."
+    return markup(
         [
             element("h4", "Depth routing: mean weight of each source"),
             heat_key(),
             element("div", *maps, class_="multiples"),
+            element("p", more, class_="hint") if left_out else None,
         ]
-        if maps
-        else None,
+    )
+
+
+def _layer_panel(
+    group: Sequence[RunRecord], selection: Selection, maps: Html, *, is_open: bool
+) -> Html:
+    task = group[0].spec.task
+    label = selection.label(group[0])
+    numbers = _numbers(selection, {record.spec.scheme.name for record in group})
+    drawn = [chart for item in QUANTITIES if (chart := _chart(group, item, numbers)) is not None]
+    return details(
+        [named(label), ", ", named(task.name), element("small", f" {task.protocol}")],
+        charts.key(numbers),
+        element("div", *drawn, class_="multiples"),
+        maps,
         class_="panel",
         open=is_open,
         data_model=group[0].card.name,

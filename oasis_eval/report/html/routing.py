@@ -14,6 +14,8 @@ from oasis_eval.report.html.markup import Html, element, named
 _MAX_TEXT_COLUMNS = 14
 """Sources up to which each cell has its number in it."""
 _LABEL = 150.0
+_NARROW = 520.0
+"""Width up to which two figures stand side by side."""
 
 
 def heat_map(found: Routing, *, title: str, record: RunRecord) -> Html:
@@ -26,7 +28,7 @@ def heat_map(found: Routing, *, title: str, record: RunRecord) -> Html:
     """
     columns = len(found.weights[0])
     has_text = columns <= _MAX_TEXT_COLUMNS
-    size, tall = (40.0, 22.0) if has_text else (max(10.0, 560.0 / columns), 14.0)
+    size, tall = (40.0, 22.0) if has_text else (max(8.0, float(560 // columns)), 14.0)
     width, height = _LABEL + size * columns + 10.0, tall * len(found.routers) + 46.0
     labels = short_names(found.routers)
     parts = [
@@ -41,7 +43,7 @@ def heat_map(found: Routing, *, title: str, record: RunRecord) -> Html:
             if weight is None:
                 continue
             x = _LABEL + size * at
-            said = f"{found.routers[row]}, source {at}: {charts.value_text(weight)}"
+            said = f"{labels[row]}, source {at}: {charts.value_text(weight)}"
             parts.append(
                 element(
                     "rect",
@@ -65,6 +67,7 @@ def heat_map(found: Routing, *, title: str, record: RunRecord) -> Html:
         element(
             "div", charts.drawing(width, height, parts, title=title, kind="heat"), class_="scroll"
         ),
+        class_="wide" if width > _NARROW else None,
         data_scheme=scheme,
     )
 

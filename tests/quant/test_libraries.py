@@ -257,6 +257,18 @@ def test_undo_returns_the_model(
         applied.undo()
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_biases_are_added(batches: list[Batch], name: str) -> None:
+    """A zero input comes out as the bias."""
+    model = build_llama(mlp_bias=True)
+    bias = nn.init.normal_(model.model.layers[0].mlp.up_proj.bias).detach().clone()
+    applied = quantize(model, name, batches)
+    with torch.no_grad():
+        found = applied.layers["model.layers.0.mlp.up_proj"](torch.zeros(1, 3, 48))
+
+    torch.testing.assert_close(found, bias.expand(1, 3, -1), rtol=1e-3, atol=1e-3)
+
+
 def test_undo_needs_the_reference(llama: LlamaForCausalLM, batches: list[Batch]) -> None:
     """Weights that were not kept are freed, and undo says so."""
     kept = llama.model.layers[0].mlp.up_proj

@@ -74,7 +74,7 @@ OPTIONS = {
         "--quiet",
     ],
     "quantize": ["--scheme", "--out", "--calibration", "--dtype", "--overwrite"],
-    "parity": ["--scheme", "--data", "--window", "--limit", "--device", "--dtype", "--json"],
+    "parity": ["--scheme", "--text", "--window", "--limit", "--device", "--dtype", "--json"],
     "diagnose": [
         "--scheme",
         "--text",

@@ -300,7 +300,7 @@ def test_the_command(
 ) -> None:
     """Status 0 and JSON if all pass, 1 if one does not, 2 for a mistake."""
     call = CommandLine(monkeypatch, capsys)
-    options = ["--data", text, "--window", 96, "--limit", 1]
+    options = ["--text", text, "--window", 96, "--limit", 1]
     result = call(["parity", source, "--scheme", "w8a8-real,w4a16-real", *options, "--json"])
     assert result.status == 0
     first, second = (json.loads(line) for line in result.out.splitlines())

@@ -58,7 +58,7 @@ def parity(
     scheme: Annotated[
         str, typer.Option(help="Schemes of real execution, for example w8a8-real,w4a4-real.")
     ] = "w8a8-real,w4a4-real",
-    data: Annotated[
+    text: Annotated[
         Path | None, typer.Option(help="Text to run on; default: prose that ships with us.")
     ] = None,
     window: Annotated[
@@ -91,7 +91,7 @@ def parity(
             raise SpecError(f"{name} {value}: expected {least} or more")
     plan = Plan(
         schemes=tuple(schemes.resolve(name) for name in options.names(scheme, "--scheme")),
-        text=data,
+        text=text,
         window=window,
         num_windows=limit,
         device=device,

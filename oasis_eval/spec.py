@@ -305,12 +305,13 @@ class TaskRef(Spec):
     """One task, how it is scored, and on which text."""
 
     name: str
-    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, `mini_ppl`, `mini_gsm`, or `text` for a file of
-    one's own."""
+    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, `mini_ppl`, `mini_gsm`, or `text` for one's
+    own file."""
     protocol: str
     """Named protocol; for GSM8K it is `gsm8k-5shot` or one with another number of shots."""
     data: str | None = None
-    """Local file that replaces the data set, same code path; None: the hub, or what the suite generates."""
+    """Local file that replaces the data set, same code path; None: the hub, or what the suite
+    generates."""
     limit: int | None = Field(default=None, ge=1)
     """Windows or blocks (perplexity), documents (rolling protocols), questions (GSM8K)."""
     max_new_tokens: int | None = Field(default=256, ge=1)
@@ -368,7 +369,7 @@ class EvaluationSpec(Spec):
     window: int | None = Field(default=None, ge=2)
     """Window of every perplexity protocol, which thereby gets another name."""
     data: dict[str, str] = Field(default={})
-    """Local files by task name; `gsm8k:train` (examples) and `calibration` have keys of their own."""
+    """Local files by task name; `gsm8k:train` (examples) and `calibration` have own keys."""
     limit: int | None = Field(default=None, ge=1)
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Generation budget of a question; None: the task's own."""

@@ -5,7 +5,7 @@ No torch here, and none of the libraries is imported; see `support.py`.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import shutil
 
 from oasis_eval.spec import QuantScheme, Region
@@ -18,7 +18,7 @@ _REGIONS: frozenset[Region] = frozenset({"linear_inputs", "lm_head"})
 
 def bitsandbytes(scheme: QuantScheme) -> str | None:
     """Return why bitsandbytes cannot run a scheme."""
-    reason = _library(scheme, "bitsandbytes", "bitsandbytes", "pip install bitsandbytes")
+    reason = _library(scheme, "bitsandbytes", "pip install bitsandbytes")
     weights, activations = scheme.weights, scheme.activations
     if reason is not None or weights is None:
         return reason or "bitsandbytes quantizes activations with int8 weights only ('llm-int8')"
@@ -43,7 +43,7 @@ def bitsandbytes(scheme: QuantScheme) -> str | None:
 
 def quanto(scheme: QuantScheme) -> str | None:
     """Return why optimum-quanto cannot run a scheme."""
-    reason = _library(scheme, "optimum-quanto", "optimum.quanto", "pip install optimum-quanto")
+    reason = _library(scheme, "optimum-quanto", "pip install optimum-quanto")
     weights, activations = scheme.weights, scheme.activations
     if reason is not None or weights is None:
         return reason or "optimum-quanto quantizes activations with int8 weights only"
@@ -79,7 +79,7 @@ def quanto(scheme: QuantScheme) -> str | None:
 
 def torchao(scheme: QuantScheme) -> str | None:
     """Return why torchao cannot run a scheme."""
-    reason = _library(scheme, "torchao", "torchao", "pip install 'oasis-eval[torchao]'")
+    reason = _library(scheme, "torchao", "pip install 'oasis-eval[torchao]'")
     if reason is not None:
         return reason
     if scheme.outlier_threshold is not None:
@@ -89,7 +89,7 @@ def torchao(scheme: QuantScheme) -> str | None:
     return _int8(scheme, "torchao") or _dynamic_per_token(scheme, "torchao")
 
 
-def _library(scheme: QuantScheme, package: str, module: str, install: str) -> str | None:
+def _library(scheme: QuantScheme, package: str, install: str) -> str | None:
     """Return what stands in the way of any scheme of a library, its absence included."""
     if scheme.execution != "real":
         return f"backend {scheme.backend!r} has execution 'real' only"
@@ -99,16 +99,18 @@ def _library(scheme: QuantScheme, package: str, module: str, install: str) -> st
     foreign = [region for region in scheme.regions if region not in _REGIONS]
     if foreign:
         return f"{package} does not quantize region {', '.join(foreign)}"
-    if not _is_installed(module):
+    if not _is_installed(package):
         return f"package {package!r} is not installed; run: {install}"
     return None
 
 
-def _is_installed(module: str) -> bool:
+def _is_installed(package: str) -> bool:
+    # By its metadata: looking for a module inside a package would import that package.
     try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent package is missing
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return False
+    return True
 
 
 def _int8(scheme: QuantScheme, package: str) -> str | None:

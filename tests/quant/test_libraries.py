@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 from collections.abc import Callable
@@ -503,7 +504,11 @@ def test_schemes_written_out() -> None:
 
 def test_an_absent_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each says what to install, without being imported."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    def absent(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", absent)
     reasons = {name: unsupported(resolve(name)) for name in ("nf4", "quanto-w8a8", "torchao-w8a8")}
 
     assert reasons == {

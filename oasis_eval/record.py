@@ -198,7 +198,7 @@ def _write_and_rename(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        # Half a surrogate pair, which a completion may hold, becomes the escape that JSON has for it.
+        # Half a surrogate pair in a completion becomes the escape that JSON has for it.
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()

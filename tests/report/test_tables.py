@@ -16,6 +16,7 @@ import pytest
 
 from oasis_eval.errors import RecordError, SpecError, UnknownNameError
 from oasis_eval.record import RunRecord
+from oasis_eval.report.footnotes import warning_note
 from oasis_eval.report.grid import Cell, Table
 from oasis_eval.report.render import FORMATS, render
 from oasis_eval.report.tables import build_table, load_spec
@@ -437,3 +438,10 @@ def test_report_imports_no_heavy_library() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+def test_no_note_holds_a_path() -> None:
+    """Warnings keep the last part of a path: a table may be published."""
+    note = warning_note("/home/someone/models/x/model.safetensors: extra tensors ")
+
+    assert note == "Warning: model.safetensors: extra tensors."

@@ -185,7 +185,8 @@ def loss_note(item: Observation) -> str | None:
 
 def warning_note(warning: str) -> str:
     """Repeat a warning that a run stored."""
-    return f"Warning: {' '.join(_ABSOLUTE_PATH.sub(r'\1', warning).split()).rstrip('.')}."
+    text = _ABSOLUTE_PATH.sub(r"\1", warning)
+    return f"Warning: {' '.join(text.split()).rstrip('.')}."
 
 
 def completions_note(item: Observation) -> str | None:

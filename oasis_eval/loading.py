@@ -20,8 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from oasis_eval import checkpoint, corpus
-from oasis_eval.errors import CardMismatchError, CheckpointError, DataError, UnsupportedSchemeError
+from oasis_eval import calibration, checkpoint
+from oasis_eval.errors import CardMismatchError, CheckpointError, UnsupportedSchemeError
 from oasis_eval.modeling.formats.folder import read_config, read_public, write_as_ours
 from oasis_eval.modeling.instrumentation import Point, fast_path, instrumented
 from oasis_eval.modeling.registration import register
@@ -32,7 +32,7 @@ from oasis_eval.quant.calibrate import Batch
 from oasis_eval.quant.integer import IntegerApplied
 from oasis_eval.quant.integer_layers import fixed_tensors
 from oasis_eval.quant.support import unsupported
-from oasis_eval.spec import Calibration, Dtype, ModelCard, QuantScheme, Region
+from oasis_eval.spec import Dtype, ModelCard, QuantScheme, Region
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32,
@@ -195,7 +195,13 @@ def prepare(
                 attention = undo.enter_context(_taps_of(model, scheme))
                 batches: list[Batch] = []
                 if scheme.calibration is not None:
-                    batches = calibration_batches(reference, scheme.calibration, calibration_data)
+                    batches = calibration.batches(
+                        reference.tokenizer,
+                        scheme.calibration,
+                        calibration_data,
+                        context_length=reference.context_length,
+                        device=reference.device,
+                    )
                 applied = quantize_(model, scheme, batches, keep_reference=not last)
                 if not last:
                     undo.callback(applied.undo)
@@ -237,47 +243,6 @@ def _taps_of(model: Any, scheme: QuantScheme) -> Iterator[str]:
         # Scores and weights exist on the explicit path alone.
         is_explicit = {"attention_scores", "attention_probs"} & set(regions)
         yield "eager" if is_explicit else fast_path(model)
-
-
-def calibration_corpus(settings: Calibration, data: str | None) -> corpus.Corpus:
-    """Return the text that fixes static ranges: `data` if given, else what the scheme names."""
-    if data is not None:
-        return corpus.load_text_file(Path(data).expanduser())
-    if settings.corpus == "builtin":
-        return corpus.builtin()
-    if settings.corpus in corpus.DATA_SETS:
-        return corpus.load(settings.corpus, split=settings.split)
-    return corpus.load_text_file(Path(settings.corpus).expanduser())
-
-
-def calibration_batches(
-    reference: Reference, settings: Calibration, data: str | None
-) -> list[Batch]:
-    """Cut a calibration text into token batches, chosen by the scheme's seed.
-
-    Raises:
-        DataError: The text is too short for the number and length asked for.
-    """
-    text = calibration_corpus(settings, data)
-    length = min(settings.length, reference.context_length or settings.length)
-    tokenizer = reference.tokenizer
-    ids = tokenizer(text.stream(), add_special_tokens=False, verbose=False)["input_ids"]
-    head = corpus.head_tokens(tokenizer) if settings.special_tokens else []
-    body = length - len(head)
-    chunks = [ids[start : start + body] for start in range(0, len(ids) - body + 1, body)]
-    wanted = settings.num_batches * settings.batch_size
-    if len(chunks) < wanted:
-        raise DataError(
-            f"calibration needs {wanted} sequences of {length} tokens; {text.name} has "
-            f"{len(chunks)} ({len(ids)} tokens): give a longer text with --data calibration=FILE"
-        )
-    generator = torch.Generator().manual_seed(settings.seed)
-    order = torch.randperm(len(chunks), generator=generator)[:wanted].tolist()
-    rows = torch.tensor([head + chunks[index] for index in order], device=reference.device)
-    return [
-        Batch(input_ids_BT=part, attention_mask_BT=torch.ones_like(part))
-        for part in rows.split(settings.batch_size)
-    ]
 
 
 # --- reading ----------------------------------------------------------------------------------

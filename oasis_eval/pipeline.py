@@ -236,13 +236,13 @@ class _Run:
                 raise AssertionError("more results than cells")
 
     def _read_calibration(self, cell: Cell) -> None:
-        from oasis_eval.loading import calibration_corpus
+        from oasis_eval.calibration import text_of
 
         settings = cell.spec.scheme.calibration
         if settings is None or cell.unsupported is not None:
             return
         try:
-            text = calibration_corpus(settings, self.spec.data.get("calibration"))
+            text = text_of(settings, self.spec.data.get("calibration"))
             name = f"calibration:{text.name}"
             cell.calibration = text.info.model_copy(update={"name": name})
         except DataError as error:

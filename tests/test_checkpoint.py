@@ -387,7 +387,7 @@ def test_code_in_the_folder_is_not_imported(
 
 def test_a_calibration_file_is_never_unpickled(tmp_path: Path, whole_folder: Path) -> None:
     """Calibration text of a pickle's kind is read as text or refused."""
-    from oasis_eval.loading import calibration_batches
+    from oasis_eval import calibration
 
     marker = tmp_path / "marker"
     path = tmp_path / "calibration.pt"
@@ -396,7 +396,13 @@ def test_a_calibration_file_is_never_unpickled(tmp_path: Path, whole_folder: Pat
     assert settings is not None
 
     with pytest.raises(OasisError, match=r"calibration\.pt"):
-        calibration_batches(load_folder(whole_folder), settings, str(path))
+        calibration.batches(
+            load_folder(whole_folder).tokenizer,
+            settings,
+            str(path),
+            context_length=None,
+            device="cpu",
+        )
     assert not marker.exists()
 
 

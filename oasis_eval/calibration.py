@@ -24,6 +24,16 @@ def text_of(settings: Calibration, data: str | None) -> corpus.Corpus:
     return corpus.load_text_file(Path(settings.corpus).expanduser())
 
 
+def notes(settings: Calibration, context_length: int | None) -> list[str]:
+    """Return what is other than the scheme says: a model may have fewer positions."""
+    if context_length is None or settings.length <= context_length:
+        return []
+    return [
+        f"calibration sequences have {context_length} tokens, the positions of the model, not "
+        f"{settings.length}"
+    ]
+
+
 def batches(
     tokenizer: PreTrainedTokenizerBase,
     settings: Calibration,

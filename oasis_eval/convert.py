@@ -122,6 +122,11 @@ def convert(card: ModelCard, plan: Plan, *, out: Path, overwrite: bool = False) 
             raise SpecError(f"{path} exists; choose another --out, or add --overwrite")
     settings = settings_of(plan)
     reference = loading.load(card, dtype="fp32")
+    if reference.applied is not None:
+        raise CheckpointError(
+            f"{card.name}: the checkpoint is quantized already, as "
+            f"{reference.applied.scheme.name!r}; convert the one that it was made from"
+        )
     plain: Any = reference.model
     if plain.config.model_type not in CONFIG_BY_BACKBONE:
         raise CheckpointError(

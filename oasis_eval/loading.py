@@ -195,6 +195,7 @@ def prepare(
                 attention = undo.enter_context(_taps_of(model, scheme))
                 batches: list[Batch] = []
                 if scheme.calibration is not None:
+                    warnings += calibration.notes(scheme.calibration, reference.context_length)
                     batches = calibration.batches(
                         reference.tokenizer,
                         scheme.calibration,

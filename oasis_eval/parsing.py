@@ -33,13 +33,23 @@ def content_hash(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-class _NoAliasLoader(yaml.SafeLoader):
-    """Safe YAML without aliases, which is how a few lines become gigabytes."""
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML without aliases, which is how a few lines become gigabytes, and repeated keys."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.events.AliasEvent):
             raise yaml.YAMLError("aliases (*name) are not allowed")
         return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[object] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"key {key!r} is given twice, again on line {line}")
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
 
 
 def read_yaml(path: Path) -> object:
@@ -51,11 +61,20 @@ def read_yaml(path: Path) -> object:
     try:
         if path.stat().st_size > MAX_YAML_BYTES:
             raise SpecError(f"{path}: larger than 1 MiB; specifications are short YAML files")
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_NoAliasLoader)  # noqa: S506 - a SafeLoader
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise SpecError(f"{path}: cannot be read ({error.strerror})") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise SpecError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
+
+
+_PLAIN_WORDS = {
+    "tuple_type": "expected a list",
+    "dict_type": "expected keys with values",
+    "model_type": "expected keys with values",
+    "model_attributes_type": "expected keys with values",
+}
+"""What pydantic says in Python's words."""
 
 
 def parse(kind: type[SpecT], value: object, *, origin: str) -> SpecT:
@@ -86,7 +105,7 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
         elif item["type"] == "missing":
             parts.append(f"key {where!r} is missing")
         else:
-            message = item["msg"].removeprefix("Value error, ")
+            message = _PLAIN_WORDS.get(item["type"]) or item["msg"].removeprefix("Value error, ")
             shown = "" if isinstance(item["input"], dict) else f", found {item['input']!r:.80}"
             parts.append(f"{where}: {message}{shown}")
     return "; ".join(parts)

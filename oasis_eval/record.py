@@ -239,7 +239,10 @@ def read_record(path: Path) -> RunRecord:
     except OSError as error:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
-        raise RecordError(f"{path}: not a result record: {explain(error, RunRecord)}") from error
+        raise RecordError(
+            f"{path}: not a result record: {explain(error, RunRecord)}; if it is damaged, delete "
+            "it and run again"
+        ) from error
     if record.schema_version != SCHEMA_VERSION:
         raise RecordError(
             f"{path}: record schema {record.schema_version}, this version reads {SCHEMA_VERSION}"

@@ -579,7 +579,8 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"schemes": ["w9a9"]}, UnknownNameError, "unknown scheme 'w9a9'"),
+        ({"schemes": ["w8a8-foo"]}, UnknownNameError, "unknown scheme 'w8a8-foo'"),
+        ({"schemes": ["w9a9"]}, UnsupportedSchemeError, "2 to 8 bits"),
         ({"schemes": ["fp32", "w8a16-static"]}, UnsupportedSchemeError, "use 'w8a16'"),
         ({"tasks": ["wikitext"]}, UnknownNameError, "did you mean wikitext2"),
         ({"protocols": ["gptq"]}, UnknownNameError, "unknown protocol 'gptq'"),

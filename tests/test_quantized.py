@@ -265,6 +265,8 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale"
         (CODES, torch.zeros(96, 24, dtype=torch.int8), "stored as int8, expected uint8"),
         (SCALE, torch.ones(96, 1).bfloat16(), "stored as bfloat16, expected float32"),
         ("model.norm.weight", torch.ones(48, dtype=torch.int32), "stored as int32, expected float"),
+        (SCALE, -torch.ones(96, 1), "a scale that is not a positive number"),
+        (SCALE, torch.full((96, 1), torch.nan), "a scale that is not a positive number"),
     ],
 )
 def test_reading_is_strict(name: str, value: torch.Tensor | None, text: str, folder: Path) -> None:
@@ -275,6 +277,29 @@ def test_reading_is_strict(name: str, value: torch.Tensor | None, text: str, fol
 
     assert name in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("weight_codes", torch.full((96, 48), -128, dtype=torch.int8), "code -128"),
+        ("input_limits", torch.tensor([1.0, -1.0]), r"the range \[1.0, -1.0\]"),
+        ("input_limits", torch.tensor([torch.nan, 1.0]), r"the range \[nan, 1.0\]"),
+    ],
+)
+def test_values_that_no_quantizer_makes_are_refused(
+    key: str, value: torch.Tensor, text: str, tmp_path: Path
+) -> None:
+    """Codes and ranges of a damaged file are an error with the tensor's name, never a score."""
+    source = tiny.save(tmp_path / "source")
+    scheme = schemes.resolve("w8a8-static-linear-real")
+    quantize(registry.resolve(str(source)), Plan(scheme=scheme), out=tmp_path / "stored")
+    name = f"model.layers.1.mlp.up_proj.{key}"
+    change(tmp_path / "stored", name, value)
+
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load(registry.resolve(str(tmp_path / "stored")), dtype="fp32")
+    assert name in str(caught.value)
 
 
 def test_a_truncated_file_is_refused(folder: Path) -> None:
@@ -303,6 +328,21 @@ def test_a_foreign_configuration_is_refused(
     path.write_text(json.dumps(config))
     with pytest.raises(error, match=text):
         load(registry.resolve(str(folder)), dtype="fp32")
+
+
+def test_a_scheme_altered_under_its_name_is_refused(folder: Path) -> None:
+    """The message names the setting, not the scheme that was given already."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["scheme"]["activations"]["bits"] = 8
+    path.write_text(json.dumps(config))
+    reference = load(registry.resolve(str(folder)), dtype="fp32")
+
+    with (
+        pytest.raises(UnsupportedSchemeError, match=r"settings differ from .* in activations"),
+        prepare(reference, schemes.resolve("w4a4-real"), dtype="fp32"),
+    ):
+        pass
 
 
 def test_another_scheme_is_refused_and_the_right_one_named(folder: Path) -> None:

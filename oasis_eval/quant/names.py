@@ -111,6 +111,27 @@ def _bitsandbytes(name: str) -> QuantScheme:
     )
 
 
+def explain(name: str) -> None:
+    """Refuse a name that means nothing and is nearly one, with what is wrong about it.
+
+    Raises:
+        UnsupportedSchemeError: It is.
+    """
+    found = None
+    library = re.fullmatch(r"(llm-int8|nf4|fp4)-(smooth|rot|gptq|real|static).*", name)
+    widths = re.match(r"w(\d+)a(\d+)(?:-|$)", name)
+    if library:
+        found = f"{library[1]} is run by bitsandbytes, which takes no suffix; use {library[1]!r}"
+    elif widths and not {widths[1], widths[2]} <= {*"2345678", "16"}:
+        found = "weights and activations have 2 to 8 bits, or 16 for floating point"
+    elif re.search(r"-(gptq.*-(rot|smooth)|rot.*-smooth)", name):
+        found = "transforms come in the order smooth, rot, gptq"
+    elif re.search(r"-smooth(0|1)(\.[0-9]*)?(-|$)", name):
+        found = "alpha is written 0.1 to 0.999, as in smooth0.75; YAML takes 0 and 1 too"
+    if found is not None:
+        raise UnsupportedSchemeError(f"scheme {name!r}: {found}")
+
+
 def _check(name: str, match: re.Match[str]) -> None:
     """Refuse a name whose parts contradict each other."""
     base = name.split("-", 1)[0] if not match["library"] else "-".join(name.split("-")[:2])
@@ -122,7 +143,7 @@ def _check(name: str, match: re.Match[str]) -> None:
     elif match["static"] and match["activations"] == "16":
         found = f"static ranges need activations of 2 to 8 bits; use {base!r}"
     elif match["static"] and match["float"]:
-        found = f"static ranges are integers'; use {base!r}"
+        found = f"static ranges need an integer format; use {base!r}"
     elif match["group"] and match["float"] in ("mxfp4", "nvfp4"):
         found = f"its groups are part of the format; use {base!r}"
     elif match["gptq"] and match["weights"] == "16":

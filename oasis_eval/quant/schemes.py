@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from oasis_eval.errors import SpecError, UnknownNameError
 from oasis_eval.parsing import parse, read_yaml
-from oasis_eval.quant.names import FULL_GRAPH, REFERENCES, scheme_of
+from oasis_eval.quant.names import FULL_GRAPH, REFERENCES, explain, scheme_of
 from oasis_eval.spec import QuantScheme, TensorFormat
 
 _LISTED = (
@@ -69,13 +69,14 @@ def resolve(name_or_path: str) -> QuantScheme:
 
     Raises:
         UnknownNameError: The name means nothing.
-        UnsupportedSchemeError: The parts of the name contradict each other.
+        UnsupportedSchemeError: The parts of the name contradict each other, or one is out of range.
         SpecError: The file is missing or not a scheme.
     """
     if name_or_path.endswith((".yaml", ".yml")):
         return _from_yaml(Path(name_or_path))
     scheme = scheme_of(name_or_path.lower())
     if scheme is None:
+        explain(name_or_path.lower())
         raise UnknownNameError("scheme", name_or_path, presets())
     return _described(scheme)
 

@@ -89,6 +89,13 @@ def check(stored: QuantScheme, asked: QuantScheme, *, name: str) -> None:
     unnamed = {"description"}
     if stored.model_dump(exclude=unnamed) == asked.model_dump(exclude=unnamed):
         return
+    if stored.name == asked.name:
+        left, right = stored.model_dump(exclude=unnamed), asked.model_dump(exclude=unnamed)
+        fields = ", ".join(key for key in left if left[key] != right[key])
+        raise UnsupportedSchemeError(
+            f"{name}: config.json calls its scheme {stored.name!r}, but its settings differ from "
+            f"that scheme's in {fields}: quantize the original checkpoint again"
+        )
     is_named = scheme_of(stored.name.lower()) is not None
     hint = stored.name if is_named else f"the file {SCHEME_FILE} in its folder"
     raise UnsupportedSchemeError(
@@ -217,8 +224,24 @@ def _fill_(model: nn.Module, found: dict[str, Tensor], *, origin: str) -> None:
                 f"{origin}: {name} is stored as {_named(value.dtype)}, "
                 f"expected {_named(tensor.dtype)}"
             )
+        if name in fixed:
+            _check_values(name, value, origin=origin)
         with torch.no_grad():
             tensor.data = value.to(tensor.device)
+
+
+def _check_values(name: str, value: Tensor, *, origin: str) -> None:
+    """Refuse codes, scales and ranges that no quantizer makes."""
+    kind = name.rpartition(".")[2]
+    found = None
+    if kind == "weight_scale" and not bool((torch.isfinite(value) & (value > 0)).all()):
+        found = "a scale that is not a positive number"
+    elif kind == "weight_codes" and value.dtype == torch.int8 and bool((value == -128).any()):
+        found = "code -128, and symmetric codes end at -127"
+    elif kind == "input_limits" and not bool(torch.isfinite(value).all() and value[0] <= value[1]):
+        found = f"the range {value.tolist()}"
+    if found is not None:
+        raise CheckpointError(f"{origin}: {name} holds {found}: the file is damaged")
 
 
 def _distinct(model: nn.Module) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ CONTRADICTIONS = {
     "w8a8-g64-static-linear": "static ranges have no groups; use 'w8a8-static-linear'",
     "w8a8-g64-static": "static ranges have no groups; use 'w8a8-static'",
     "w8a16-static-linear": "static ranges need activations of 2 to 8 bits; use 'w8a16'",
-    "fp8-static": "static ranges are integers'; use 'fp8'",
+    "fp8-static": "static ranges need an integer format; use 'fp8'",
     "mxfp4-g64": "its groups are part of the format; use 'mxfp4'",
     "w16a8-gptq": "GPTQ rounds weights, which it leaves alone; use 'w16a8'",
     "w4a16-smooth": "SmoothQuant is for activations, which it leaves alone; use 'w4a16'",
@@ -164,11 +164,39 @@ def test_the_full_graph_leaves_out_head_weights_and_queries() -> None:
     assert (scheme.activations, scheme.calibration) == (activations, Calibration(num_batches=4))
 
 
-@pytest.mark.parametrize("name", ["w9a9", "w8a8-foo", "w1a4", "w8a8-g0", "w8a8-", "int8", "", "w8"])
+@pytest.mark.parametrize("name", ["w8a8-foo", "w8a8-g0", "w8a8-", "int8", "", "w8"])
 def test_an_unknown_name_is_an_error(name: str) -> None:
     """A name that means nothing is never guessed."""
     with pytest.raises(UnknownNameError):
         resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("w9a9", "2 to 8 bits, or 16"),
+        ("w1a4", "2 to 8 bits, or 16"),
+        ("w4a4-gptq-rot", "in the order smooth, rot, gptq"),
+        ("w4a4-smooth1.5", "alpha is written"),
+        ("nf4-rot", "takes no suffix; use 'nf4'"),
+    ],
+)
+def test_a_name_that_is_nearly_one_says_what_is_wrong(name: str, message: str) -> None:
+    """Better than a guess at what was meant."""
+    with pytest.raises(UnsupportedSchemeError, match=message):
+        resolve(name)
+
+
+def test_a_key_given_twice_is_refused(tmp_path: Path) -> None:
+    """The last one would win, and a number would be of another width than the first line says."""
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "name: mine\nweights: {bits: 4, granularity: channel}\n"
+        "weights: {bits: 8, granularity: channel}\n"
+    )
+
+    with pytest.raises(SpecError, match=r"'weights' is given twice, again on line 3"):
+        resolve(str(path))
 
 
 def test_an_unknown_name_lists_the_nearest() -> None:

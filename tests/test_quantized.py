@@ -20,7 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from oasis_eval import convert as convert_module
 from oasis_eval import registry
+from oasis_eval.convert import convert
 from oasis_eval.errors import CheckpointError, SpecError, UnsupportedSchemeError
 from oasis_eval.loading import load, prepare
 from oasis_eval.quant import schemes
@@ -446,6 +448,10 @@ def test_quantizing_a_quantized_checkpoint_is_refused(folder: Path, tmp_path: Pa
             registry.resolve(str(folder)),
             Plan(scheme=schemes.resolve("w8a8-real")),
             out=tmp_path / "out",
+        )
+    with pytest.raises(CheckpointError, match="convert the one that it was made from"):
+        convert(
+            registry.resolve(str(folder)), convert_module.Plan(variant="oasis"), out=tmp_path / "o"
         )
 
 

@@ -25,6 +25,7 @@ from oasis_eval.quant.activations import (
 )
 from oasis_eval.quant.calibrate import Batch, Site, calibrate
 from oasis_eval.quant.coverage import report
+from oasis_eval.quant.effects import Changed, check_effect
 from oasis_eval.quant.layers import (
     LayerQuantization,
     Session,
@@ -128,29 +129,13 @@ class FakeApplied:
             if item.quantized and item.region != "embedding"
         ]
         what = "layers and regions" if self.coverage.num_sites else "layers"
-        if covered and not self.session.called:
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r}: none of {len(covered)} quantized "
-                f"{what} has run; the model does not call them"
-            )
-        if not self.weights_changed and not self.session.activation_changed:
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r}: no weight and no activation was changed by "
-                "quantization"
-            )
-        warnings = []
-        if self.scheme.weights is not None and not self.weights_changed:
-            warnings.append("no weight was changed by quantization")
-        if self.scheme.activations is not None and not self.session.activation_changed:
-            warnings.append("no activation was changed by quantization")
-        idle = [name for name in covered if name not in self.session.called]
-        if idle:
-            warnings.append(
-                f"{len(idle)} of {len(covered)} quantized {what} have not run: "
-                + ", ".join(idle[:3])
-                + (", ..." if len(idle) > 3 else "")
-            )
-        return tuple(warnings)
+        return check_effect(
+            self.scheme,
+            covered,
+            self.session.called,
+            Changed(self.weights_changed, self.session.activation_changed),
+            what=what,
+        )
 
     def undo(self) -> None:
         """Restore the model bit for bit.

@@ -16,6 +16,7 @@ from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.activations import Quantizer, static_grid
 from oasis_eval.quant.calibrate import Batch, Site, calibrate
 from oasis_eval.quant.coverage import report
+from oasis_eval.quant.effects import Changed, check_effect
 from oasis_eval.quant.integer_inputs import IntegerInput, RowCodes, StaticCodes, largest_code
 from oasis_eval.quant.integer_layers import (
     IntegerSession,
@@ -92,29 +93,12 @@ class IntegerApplied:
             QuantizationError: No weight and no activation changed, or no quantized layer ran.
         """
         covered = [item.module for item in self.coverage.modules if item.quantized]
-        if not self.session.called:
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r}: none of {len(covered)} quantized layers has run; "
-                "the model does not call them"
-            )
-        if not self.weights_changed and not self.session.activation_changed:
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r}: no weight and no activation was changed by "
-                "quantization"
-            )
-        warnings = []
-        if not self.weights_changed:
-            warnings.append("no weight was changed by quantization")
-        if self.scheme.activations is not None and not self.session.activation_changed:
-            warnings.append("no activation was changed by quantization")
-        idle = [name for name in covered if name not in self.session.called]
-        if idle:
-            warnings.append(
-                f"{len(idle)} of {len(covered)} quantized layers have not run: "
-                + ", ".join(idle[:3])
-                + (", ..." if len(idle) > 3 else "")
-            )
-        return tuple(warnings)
+        return check_effect(
+            self.scheme,
+            covered,
+            self.session.called,
+            Changed(self.weights_changed, self.session.activation_changed),
+        )
 
     def undo(self) -> None:
         """Restore the model bit for bit.

@@ -9,7 +9,7 @@ Dimensions: M rows (tokens), N output channels, K inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.coverage import COPY_NOTE, Layer, assemble, sizes
+from oasis_eval.quant.effects import Changed, check_effect
 from oasis_eval.quant.targets import Target, select
 from oasis_eval.record import Coverage, ModuleCoverage
 from oasis_eval.spec import QuantScheme
@@ -151,12 +152,11 @@ class LibraryApplied:
     def verify(self) -> tuple[str, ...]:
         """Check, after a forward pass, that the scheme had an effect; see `backends.Applied`."""
         return (
-            *effects(
+            *check_effect(
                 self.scheme,
                 tuple(self.layers),
                 self.called,
-                weights_changed=self.weights_changed,
-                activation_changed=self.activation_changed,
+                Changed(self.weights_changed, self.activation_changed),
             ),
             *self.warnings,
         )
@@ -211,43 +211,6 @@ class LibraryApplied:
         expected_MN = F.linear(x_MK.float(), self.library.dequantize(layer).float(), bias)
         change = (_first_rows(output).float() - expected_MN).norm()
         return bool(change > _LEAST_CHANGE * expected_MN.norm())
-
-
-def effects(
-    scheme: QuantScheme,
-    covered: Sequence[str],
-    called: set[str],
-    *,
-    weights_changed: bool,
-    activation_changed: bool,
-) -> tuple[str, ...]:
-    """Return warnings about layers that have not run and halves of a scheme without effect.
-
-    Raises:
-        QuantizationError: No weight and no activation changed, or no quantized layer ran.
-    """
-    if not called:
-        raise QuantizationError(
-            f"scheme {scheme.name!r}: none of {len(covered)} quantized layers has run; the model "
-            "does not call them"
-        )
-    if not weights_changed and not activation_changed:
-        raise QuantizationError(
-            f"scheme {scheme.name!r}: no weight and no activation was changed by quantization"
-        )
-    warnings = []
-    if scheme.weights is not None and not weights_changed:
-        warnings.append("no weight was changed by quantization")
-    if scheme.activations is not None and not activation_changed:
-        warnings.append("no activation was changed by quantization")
-    idle = [name for name in covered if name not in called]
-    if idle:
-        warnings.append(
-            f"{len(idle)} of {len(covered)} quantized layers have not run: "
-            + ", ".join(idle[:3])
-            + (", ..." if len(idle) > 3 else "")
-        )
-    return tuple(warnings)
 
 
 def replace_(

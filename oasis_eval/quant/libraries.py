@@ -93,9 +93,8 @@ def _library(scheme: QuantScheme, package: str, install: str) -> str | None:
     """Return what stands in the way of any scheme of a library, its absence included."""
     if scheme.execution != "real":
         return f"backend {scheme.backend!r} has execution 'real' only"
-    if scheme.transforms:
-        kinds = ", ".join(transform.kind for transform in scheme.transforms)
-        return f"transform {kinds} goes with backends 'fake' and 'torch'"
+    if any(transform.kind == "gptq" for transform in scheme.transforms):
+        return f"GPTQ decides the codes itself, and {package} takes none; use 'fake' or 'torch'"
     foreign = [region for region in scheme.regions if region not in _REGIONS]
     if foreign:
         return f"{package} does not quantize region {', '.join(foreign)}"

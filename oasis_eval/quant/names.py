@@ -54,6 +54,9 @@ _NAME = re.compile(
     r"(?:-g(?P<group>[1-9][0-9]{0,5}))?(?P<static>-static(?:-linear)?)?"
     r"(?P<smooth>-smooth(?P<alpha>0\.[0-9]{1,3})?)?(?P<rot>-rot)?(?P<gptq>-gptq)?(?P<real>-real)?"
 )
+_BITSANDBYTES = re.compile(
+    r"(?P<base>llm-int8|nf4|fp4)(?P<smooth>-smooth(?P<alpha>0\.[0-9]{1,3})?)?(?P<rot>-rot)?"
+)
 _LIBRARIES: dict[str, Backend] = {"bnb": "bitsandbytes", "quanto": "quanto", "torchao": "torchao"}
 _OUTLIER_THRESHOLD = 6.0
 
@@ -67,8 +70,9 @@ def scheme_of(name: str) -> QuantScheme | None:
     for dtype in REFERENCES:
         if name == dtype:
             return QuantScheme(name=name, backend="none", execution="none", dtype=dtype)
-    if name in ("llm-int8", "nf4", "fp4"):
-        return _bitsandbytes(name)
+    own = _BITSANDBYTES.fullmatch(name)
+    if own is not None:
+        return _bitsandbytes(name, own)
     match = _NAME.fullmatch(name)
     if match is None:
         return None
@@ -91,8 +95,10 @@ def scheme_of(name: str) -> QuantScheme | None:
     )
 
 
-def _bitsandbytes(name: str) -> QuantScheme:
-    if name == "llm-int8":
+def _bitsandbytes(name: str, match: re.Match[str]) -> QuantScheme:
+    """Return a scheme that has the library's own name."""
+    transforms = tuple(_transforms(match))
+    if match["base"] == "llm-int8":
         return QuantScheme(
             name=name,
             backend="bitsandbytes",
@@ -100,14 +106,25 @@ def _bitsandbytes(name: str) -> QuantScheme:
             weights=TensorFormat(bits=8, granularity="channel"),
             activations=TensorFormat(bits=8, granularity="token", ranges="dynamic"),
             outlier_threshold=_OUTLIER_THRESHOLD,
+            calibration=Calibration(num_batches=4) if match["smooth"] else None,
+            transforms=transforms,
+        )
+    if match["smooth"]:
+        raise UnsupportedSchemeError(
+            f"scheme {name!r}: SmoothQuant is for activations, which it leaves alone; use "
+            f"{match['base']!r}"
         )
     return QuantScheme(
         name=name,
         backend="bitsandbytes",
         execution="real",
         weights=TensorFormat(
-            type="nf4" if name == "nf4" else "bnb_fp4", bits=4, granularity="group", group_size=64
+            type="nf4" if match["base"] == "nf4" else "bnb_fp4",
+            bits=4,
+            granularity="group",
+            group_size=64,
         ),
+        transforms=transforms,
     )
 
 
@@ -121,7 +138,7 @@ def explain(name: str) -> None:
     library = re.fullmatch(r"(llm-int8|nf4|fp4)-(smooth|rot|gptq|real|static).*", name)
     widths = re.match(r"w(\d+)a(\d+)(?:-|$)", name)
     if library:
-        found = f"{library[1]} is run by bitsandbytes, which takes no suffix; use {library[1]!r}"
+        found = f"{library[1]} takes -smooth and -rot, in this order; use {library[1]!r}"
     elif widths and not {widths[1], widths[2]} <= {*"2345678", "16"}:
         found = "weights and activations have 2 to 8 bits, or 16 for floating point"
     elif re.search(r"-(gptq.*-(rot|smooth)|rot.*-smooth)", name):
@@ -218,5 +235,5 @@ def _transforms(match: re.Match[str]) -> Iterator[Transform]:
         yield SmoothQuant(alpha=float(match["alpha"])) if match["alpha"] else SmoothQuant()
     if match["rot"]:
         yield Hadamard()
-    if match["gptq"]:
+    if match.groupdict().get("gptq"):
         yield Gptq()

@@ -114,7 +114,10 @@ class LibraryApplied:
         for target, weight in zip(selection.targets, weights, strict=True):
             if not bool(torch.isfinite(target.weight).all()):
                 raise QuantizationError(f"{target.name}: the weight holds non-finite values")
-            if target.module._forward_hooks or target.module._forward_pre_hooks:
+            foreign = bool(target.module._forward_hooks)
+            if not any(transform.kind == "hadamard" for transform in self.scheme.transforms):
+                foreign = foreign or bool(target.module._forward_pre_hooks)
+            if foreign:
                 raise QuantizationError(
                     f"{target.name}: has hooks, which {self.library.name}'s layer in its place "
                     "would not have; set them after quantizing"
@@ -170,6 +173,9 @@ class LibraryApplied:
             weight = self.library.dequantize(layer).to(linear.weight)
             self.weights_changed = not torch.equal(weight, linear.weight)
         self.handles += self._watch(target.name, layer)
+        for hook in reversed(target.module._forward_pre_hooks.values()):
+            # A rotation of the input, which must come before whatever looks at it.
+            self.handles.append(layer.register_forward_pre_hook(hook, prepend=True))
         for parent in list(model.modules()):
             for key, child in parent._modules.items():
                 if child is target.module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 from collections.abc import Callable
 
@@ -57,14 +58,14 @@ REFUSED = {
     "bnb-w6a6": "bitsandbytes has no 6-bit weights of type int here",
     "bnb-fp8": "bitsandbytes has no 8-bit weights of type fp8_e4m3 here",
     "bnb-w8a8-g128": "int8 weights of bitsandbytes are min-max per output channel",
-    "bnb-w8a8-rot": "transform hadamard goes with backends 'fake' and 'torch'",
+    "bnb-w8a8-rot-gptq": "GPTQ decides the codes itself, and bitsandbytes takes none",
     "quanto-w4a4": "optimum-quanto has no integer product with 4-bit weights",
     "quanto-w4a8": "optimum-quanto has no integer product with 4-bit weights",
     "quanto-w16a8": "optimum-quanto quantizes activations with int8 weights only",
     "quanto-w6a16": "optimum-quanto has no 6-bit weights of type int here",
     "quanto-w8a4": "optimum-quanto has no 4-bit activations of type int here",
     "quanto-w4a16-g64": "4-bit weights of optimum-quanto are in groups of 128",
-    "quanto-w8a16-gptq": "transform gptq goes with backends 'fake' and 'torch'",
+    "quanto-w8a16-gptq": "GPTQ decides the codes itself, and optimum-quanto takes none",
     "torchao-w4a4": "torchao has no 4-bit weights of type int here",
     "torchao-w8a16": "this version runs int8 weights with int8 activations of torchao",
     "torchao-w8a8-g32": "int8 weights of torchao are min-max per output channel",
@@ -527,3 +528,31 @@ def test_versions_of_a_library_are_in_its_own_keys_only() -> None:
     assert set(versions("quanto")) - set(versions()) == {"optimum-quanto"}
     assert set(versions("torchao")) - set(versions()) == {"torchao"}
     assert versions("fake") == versions("torch") == versions()
+
+
+@pytest.mark.parametrize(
+    ("name", "transform"),
+    [
+        *itertools.product(
+            ("bnb-w8a8", "llm-int8", "quanto-w8a8"), ("smooth", "rot", "smooth-rot")
+        ),
+        ("nf4", "rot"),
+        ("quanto-w8a16", "rot"),
+    ],
+)
+def test_a_library_runs_a_transformed_model(
+    name: str, transform: str, llama: LlamaForCausalLM, ids_BT: Tensor, batches: list[Batch]
+) -> None:
+    """The rotated input reaches the library's layer: logits stay as near as without transforms."""
+    plain = logits_of(llama, ids_BT)
+    errors = []
+    for scheme in (name, f"{name}-{transform}"):
+        applied = quantize_(llama, resolve(scheme), batches, keep_reference=True)
+        found = logits_of(llama, ids_BT)
+        assert not [text for text in applied.verify() if "not run" in text]
+        errors.append(float((found - plain).norm() / plain.norm()))
+        applied.undo()
+
+    assert torch.equal(logits_of(llama, ids_BT), plain)
+    assert 0.001 < errors[1] < 2 * errors[0]
+    assert errors[0] != errors[1]

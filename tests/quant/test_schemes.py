@@ -178,7 +178,8 @@ def test_an_unknown_name_is_an_error(name: str) -> None:
         ("w1a4", "2 to 8 bits, or 16"),
         ("w4a4-gptq-rot", "in the order smooth, rot, gptq"),
         ("w4a4-smooth1.5", "alpha is written"),
-        ("nf4-rot", "takes no suffix; use 'nf4'"),
+        ("nf4-gptq", "takes -smooth and -rot, in this order; use 'nf4'"),
+        ("nf4-smooth", "SmoothQuant is for activations"),
     ],
 )
 def test_a_name_that_is_nearly_one_says_what_is_wrong(name: str, message: str) -> None:

@@ -52,7 +52,8 @@ def test_a_plain_checkpoint_has_the_full_graph(llama: Reference, name: str) -> N
     covered = {item.region for item in coverage.modules if item.quantized}
 
     assert prepared.attention == "eager"
-    assert prepared.warnings == llama.warnings
+    (clipped,) = prepared.warnings[len(llama.warnings) :]
+    assert clipped == "calibration sequences have 128 tokens, the positions of the model, not 512"
     assert float((changed - reference).abs().max()) > 1e-2
     assert (coverage.num_quantized, coverage.num_sites) == (14, 15)
     assert covered == {

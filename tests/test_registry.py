@@ -73,8 +73,8 @@ def test_a_card_file_finds_weights_beside_it(tmp_path: Path, folder: Path, suffi
     ("content", "message"),
     [
         ("name: [", "not valid YAML"),
-        ("", "ModelCard: Input should be"),
-        ("- a\n- b", "ModelCard: Input should be"),
+        ("", "ModelCard: expected keys with values"),
+        ("- a\n- b", "ModelCard: expected keys with values"),
         ({**CARD, "lable": "x"}, "unknown key 'lable' (known: context_length, dtype"),
         ({**CARD, "source": {"kind": "ftp", "path": "x"}}, "source: "),
         ({**CARD, "source": {"kind": "dir"}}, "'source.dir.path' is missing"),

@@ -1,12 +1,23 @@
-"""Whether a scheme did anything: asked of every backend after a forward pass."""
+"""What backends have in common once a scheme is on: did it have an effect, can it be taken off."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from torch import nn
+
 from oasis_eval.errors import QuantizationError
 from oasis_eval.spec import QuantScheme
+
+
+class Original(NamedTuple):
+    """What taking a scheme off one layer takes."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    weight: nn.Parameter | None
+    """None: not kept."""
 
 
 class Changed(NamedTuple):
@@ -58,3 +69,22 @@ def check_effect(
             + (", ..." if len(idle) > 3 else "")
         )
     return tuple(warnings)
+
+
+def check_undo(scheme: QuantScheme, kept: Sequence[bool]) -> None:
+    """Refuse to take a scheme off a second time, or without the original weights.
+
+    Args:
+        scheme: What was applied.
+        kept: For each changed layer, whether its original is there; empty: nothing is changed.
+
+    Raises:
+        QuantizationError: It cannot be taken off.
+    """
+    if not kept:
+        raise QuantizationError(f"scheme {scheme.name!r} has been undone already")
+    if not all(kept):
+        raise QuantizationError(
+            f"scheme {scheme.name!r} cannot be undone: the original weights were not kept; load "
+            "the checkpoint again, or quantize with keep_reference"
+        )

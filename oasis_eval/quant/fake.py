@@ -25,7 +25,7 @@ from oasis_eval.quant.activations import (
 )
 from oasis_eval.quant.calibrate import Batch, Site, calibrate
 from oasis_eval.quant.coverage import report
-from oasis_eval.quant.effects import Changed, check_effect
+from oasis_eval.quant.effects import Changed, Original, check_effect, check_undo
 from oasis_eval.quant.layers import (
     LayerQuantization,
     Session,
@@ -87,16 +87,6 @@ class FakeBackend:
         return applied
 
 
-@dataclass(frozen=True, slots=True)
-class _Original:
-    """What undoing one layer takes."""
-
-    module: nn.Module
-    kind: type[nn.Module]
-    weight: nn.Parameter | None
-    """None: not kept."""
-
-
 @dataclass(slots=True, kw_only=True)
 class FakeApplied:
     """A fake-quantized scheme in effect on a model."""
@@ -110,7 +100,7 @@ class FakeApplied:
     session: Session = field(default_factory=Session)
     padding: PaddingContext = field(default_factory=PaddingContext)
     weights_changed: bool = False
-    originals: list[_Original] = field(default_factory=list)
+    originals: list[Original] = field(default_factory=list)
     taps: list[tuple[nn.Module, type[nn.Module]]] = field(default_factory=list)
     """Those that quantize what passes them, and the class they had."""
 
@@ -143,13 +133,10 @@ class FakeApplied:
         Raises:
             QuantizationError: The original weights were not kept, or were restored already.
         """
-        if not self.originals and not self.taps:
-            raise QuantizationError(f"scheme {self.scheme.name!r} has been undone already")
-        if any(original.weight is None for original in self.originals):
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r} cannot be undone: the original weights were not "
-                "kept; load the checkpoint again, or quantize with keep_reference"
-            )
+        check_undo(
+            self.scheme,
+            [*(item.weight is not None for item in self.originals), *(True for _ in self.taps)],
+        )
         self.detach_()
 
     def attach_(self, model: nn.Module, selection: Selection, *, keep_reference: bool) -> None:
@@ -164,7 +151,7 @@ class FakeApplied:
                 original = target.module._parameters["weight"]
                 is_kept = keep_reference or weight is None
                 self.originals.append(
-                    _Original(target.module, type(target.module), original if is_kept else None)
+                    Original(target.module, type(target.module), original if is_kept else None)
                 )
                 if weight is not None:
                     target.module._parameters["weight"] = weight

@@ -16,7 +16,7 @@ from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.activations import Quantizer, static_grid
 from oasis_eval.quant.calibrate import Batch, Site, calibrate
 from oasis_eval.quant.coverage import report
-from oasis_eval.quant.effects import Changed, check_effect
+from oasis_eval.quant.effects import Changed, Original, check_effect, check_undo
 from oasis_eval.quant.integer_inputs import IntegerInput, RowCodes, StaticCodes, largest_code
 from oasis_eval.quant.integer_layers import (
     IntegerSession,
@@ -63,16 +63,6 @@ class TorchBackend:
         return applied
 
 
-@dataclass(frozen=True, slots=True)
-class _Original:
-    """What undoing one layer takes."""
-
-    module: nn.Module
-    kind: type[nn.Module]
-    weight: nn.Parameter | None
-    """None: not kept."""
-
-
 @dataclass(slots=True, kw_only=True)
 class IntegerApplied:
     """Integer layers in effect on a model."""
@@ -81,7 +71,7 @@ class IntegerApplied:
     coverage: Coverage
     session: IntegerSession = field(default_factory=IntegerSession)
     weights_changed: bool = False
-    originals: list[_Original] = field(default_factory=list)
+    originals: list[Original] = field(default_factory=list)
 
     def verify(self) -> tuple[str, ...]:
         """Check, after a forward pass, that the scheme had an effect.
@@ -106,13 +96,7 @@ class IntegerApplied:
         Raises:
             QuantizationError: The original weights were not kept, or were restored already.
         """
-        if not self.originals:
-            raise QuantizationError(f"scheme {self.scheme.name!r} has been undone already")
-        if any(original.weight is None for original in self.originals):
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r} cannot be undone: the original weights were not "
-                "kept; load the checkpoint again, or quantize with keep_reference"
-            )
+        check_undo(self.scheme, [item.weight is not None for item in self.originals])
         self.detach_()
 
     def attach_(
@@ -138,7 +122,7 @@ class IntegerApplied:
             state.quantizer = quantizers.get(limits, weight.dtype)
             original = target.module._parameters["weight"]
             self.originals.append(
-                _Original(target.module, type(target.module), original if keep_reference else None)
+                Original(target.module, type(target.module), original if keep_reference else None)
             )
             become_integer_(target.module, state, encoded[id(weight)], limits)
         del kept_alive

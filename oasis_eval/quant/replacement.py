@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from oasis_eval.errors import QuantizationError
 from oasis_eval.quant.coverage import COPY_NOTE, Layer, assemble, sizes
-from oasis_eval.quant.effects import Changed, check_effect
+from oasis_eval.quant.effects import Changed, check_effect, check_undo
 from oasis_eval.quant.targets import Target, select
 from oasis_eval.record import Coverage, ModuleCoverage
 from oasis_eval.spec import QuantScheme
@@ -143,13 +143,7 @@ class LibraryApplied:
 
     def undo(self) -> None:
         """Restore the model bit for bit; see `backends.Applied`."""
-        if not self.places:
-            raise QuantizationError(f"scheme {self.scheme.name!r} has been undone already")
-        if any(place.original is None for place in self.places):
-            raise QuantizationError(
-                f"scheme {self.scheme.name!r} cannot be undone: the original weights were not "
-                "kept; load the checkpoint again, or quantize with keep_reference"
-            )
+        check_undo(self.scheme, [place.original is not None for place in self.places])
         self.detach_()
 
     def verify(self) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ def norm_of(module: nn.Module) -> Norm | None:
         with torch.no_grad():
             found = module(x)
     except (TypeError, RuntimeError, NotImplementedError):
-        return None
+        return None  # a module that takes other arguments or shapes is no norm
     if not isinstance(found, Tensor) or found.shape != x.shape:
         return None
     bias = getattr(module, "bias", None)

@@ -35,13 +35,17 @@ class Cell:
 
     spec: RunSpec
     card: ModelCard
-    data: TaskData | None
+    data: TaskData | None = None
     problem: OasisError | None = None
     """Why the cell cannot run, known before anything loads."""
     unsupported: str | None = None
     digest: str | None = None
     calibration: DataInfo | None = None
     """The text that fixes static ranges."""
+    fewshot_file: str | None = None
+    """Local file of training questions; None: the data set's own."""
+    calibration_file: str | None = None
+    """Local file that replaces the scheme's calibration text."""
 
     @property
     def identity(self) -> str:

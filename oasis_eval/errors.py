@@ -67,5 +67,13 @@ class MissingExtraError(OasisError):
         super().__init__(f"package {package!r} is not installed; run: {install}")
 
 
+class TimeLimitError(OasisError):
+    """A cell took longer than it was allowed to."""
+
+
 class RecordError(OasisError):
     """A stored record cannot be read or does not fit the request."""
+
+
+class OutputError(RecordError):
+    """A result cannot be written: whatever is computed from here on would be lost."""

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
 
-from oasis_eval.errors import RecordError
+from oasis_eval.errors import OutputError, RecordError
 from oasis_eval.parsing import explain
 from oasis_eval.spec import Granularity, ImportedRun, ModelCard, Region, RunSpec
 
@@ -186,12 +186,12 @@ def write_text_atomically(path: Path, text: str) -> None:
     """Write `text` so that `path` is at every moment either the old file or the whole new one.
 
     Raises:
-        RecordError: It cannot be written there.
+        OutputError: It cannot be written there.
     """
     try:
         _write_and_rename(path, text)
     except OSError as error:
-        raise RecordError(f"{path}: cannot be written ({error.strerror})") from error
+        raise OutputError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 def _write_and_rename(path: Path, text: str) -> None:

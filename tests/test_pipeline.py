@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaModel
 
-from oasis_eval import pipeline
+from oasis_eval import execution, pipeline
 from oasis_eval.errors import (
     CheckpointError,
     OasisError,
@@ -515,7 +515,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr(pipeline.harness, "evaluate", fail)
+    monkeypatch.setattr(execution.harness, "evaluate", fail)
 
     call = run(schemes=["fp32", "w8a8"])
 
@@ -558,14 +558,14 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
 ) -> None:
     """No number is stored under the content of other weights."""
     run.model = tiny.save(tmp_path / "m")
-    digest = pipeline.checkpoint.digest
+    digest = execution.checkpoint.digest
 
     def digest_then_change(path: Path) -> str:
         found = digest(path)
         tiny.save(run.model, model=tiny.build_model(seed=5))
         return found
 
-    monkeypatch.setattr(pipeline.checkpoint, "digest", digest_then_change)
+    monkeypatch.setattr(execution.checkpoint, "digest", digest_then_change)
 
     call = run()
 
@@ -649,7 +649,7 @@ def test_two_processes_may_share_a_folder(run: Runner, tmp_path: Path) -> None:
     def check() -> None:
         try:
             for _ in range(200):
-                pipeline._check_folder(tmp_path / "shared")
+                pipeline.check_folder(tmp_path / "shared")
         except OasisError as error:
             errors.append(error)
 
@@ -661,3 +661,10 @@ def test_two_processes_may_share_a_folder(run: Runner, tmp_path: Path) -> None:
 
     assert errors == []
     assert list((tmp_path / "shared").iterdir()) == []
+
+
+def test_one_scheme_under_two_spellings_is_one_cell(run: Runner) -> None:
+    """Names are taken without regard to case."""
+    call = run(schemes=["w8a8", "W8A8"])
+
+    assert [record.spec.scheme.name for record in call.report.records] == ["w8a8"]

@@ -30,7 +30,8 @@ from oasis_eval.spec.quantization import (
     TensorFormat,
     Transform,
 )
-from oasis_eval.spec.runs import EvaluationSpec, ImportedRun, RunSpec, TaskRef
+from oasis_eval.spec.runs import EvaluationSpec, ImportedRun, RunSpec, Settings, TaskRef
+from oasis_eval.spec.sweeps import SEED, Exclusion, Inclusion, SweepSpec
 from oasis_eval.spec.tables import Dimension, TableSpec
 from oasis_eval.spec.training import BackboneSpec, TextSource, TrainRecipe
 
@@ -42,6 +43,7 @@ __all__ = [
     "DirSource",
     "Dtype",
     "EvaluationSpec",
+    "Exclusion",
     "Execution",
     "GgufSource",
     "Gptq",
@@ -49,6 +51,7 @@ __all__ = [
     "Hadamard",
     "HubSource",
     "ImportedRun",
+    "Inclusion",
     "ModelCard",
     "NamedSource",
     "NumberType",
@@ -57,9 +60,12 @@ __all__ = [
     "RangeEstimator",
     "Region",
     "RunSpec",
+    "SEED",
     "ScaleType",
+    "Settings",
     "SmoothQuant",
     "Source",
+    "SweepSpec",
     "TableSpec",
     "TaskRef",
     "TensorFormat",

@@ -67,14 +67,9 @@ class ImportedRun(Spec):
     num_fewshot: int | None = None
 
 
-class EvaluationSpec(Spec):
-    """One call of `evaluate`: every combination of models, schemes and tasks is a cell."""
+class Settings(Spec):
+    """How cells are measured, whatever models, schemes and tasks they combine."""
 
-    models: tuple[str, ...] = Field(min_length=1)
-    """Card names, folders, GGUF files, `package:NAME` or hub ids with a revision."""
-    schemes: tuple[str, ...] = Field(default=("fp32", "w8a8", "w4a4"), min_length=1)
-    """Preset names or YAML files."""
-    tasks: tuple[str, ...] = Field(default=("wikitext2",), min_length=1)
     protocols: tuple[str, ...] = ()
     """Protocols, each used by the tasks it fits; a task that none fits uses its default."""
     window: int | None = Field(default=None, ge=2)
@@ -90,7 +85,6 @@ class EvaluationSpec(Spec):
     """`cpu`, `cuda`, `cuda:1`, `mps`, `xpu`, ..."""
     dtype: Dtype | None = None
     """None: fp32 on the CPU, bf16 on an accelerator."""
-    seed: int = 0
     diagnostics: bool = False
     """Whether outliers, attention and depth routing are measured on the windows of every
     perplexity task, in a second pass."""
@@ -101,3 +95,14 @@ class EvaluationSpec(Spec):
         if not re.fullmatch(r"(cpu|mps|(cuda|xpu)(:\d+)?)", name):
             raise ValueError("expected cpu, cuda, cuda:1, mps or xpu")
         return name
+
+
+class EvaluationSpec(Settings):
+    """One call of `evaluate`: every combination of models, schemes and tasks is a cell."""
+
+    models: tuple[str, ...] = Field(min_length=1)
+    """Card names, folders, GGUF files, `package:NAME` or hub ids with a revision."""
+    schemes: tuple[str, ...] = Field(default=("fp32", "w8a8", "w4a4"), min_length=1)
+    """Preset names or YAML files."""
+    tasks: tuple[str, ...] = Field(default=("wikitext2",), min_length=1)
+    seed: int = 0

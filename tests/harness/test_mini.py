@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from lm_eval.tasks import TaskManager
 
-from oasis_eval import corpus, pipeline
+from oasis_eval import corpus, plan
 from oasis_eval.errors import DataError
 from oasis_eval.harness import run as harness
 from oasis_eval.harness.plugin import PluginLM
@@ -41,7 +41,7 @@ def mini(mini_folder: Path) -> Reference:
 
 def _task(name: str, **changes: object) -> TaskRef:
     spec = EvaluationSpec(models=("m",), tasks=(name,), **changes)  # type: ignore[arg-type]
-    (task,) = pipeline.task_refs(spec)
+    (task,) = plan.task_refs(spec)
     return task
 
 

@@ -1,0 +1,367 @@
+"""Cells become records: the only place where models are loaded, measured and their results kept.
+
+A cell whose record exists is not run again, a cell that another process works on is left to it, and
+a cell that fails becomes a record while the others go on. One load serves every scheme of a model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from oasis_eval import checkpoint
+from oasis_eval.cells import Cell, provenance
+from oasis_eval.errors import (
+    CheckpointError,
+    OasisError,
+    OutputError,
+    QuantizationError,
+    RecordError,
+    TimeLimitError,
+)
+from oasis_eval.harness import run as harness
+from oasis_eval.limits import free_memory, is_out_of_memory, time_limit
+from oasis_eval.locks import CellLocks
+from oasis_eval.plan import is_question
+from oasis_eval.record import ProtocolInfo, RunRecord, read_record, write_record, write_samples
+from oasis_eval.spec import Dtype, ModelCard
+
+if TYPE_CHECKING:
+    from oasis_eval.diagnostics.measure import Diagnostics
+    from oasis_eval.loading import Reference
+    from oasis_eval.prepared import PreparedModel
+
+Samples = list[dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How cells are run; nothing here changes a number."""
+
+    retry_failed: bool = True
+    """Whether a cell whose record says `failed` is run again."""
+    cell_seconds: float | None = None
+    """Most seconds that a cell may take, and that putting a scheme on a model may."""
+    quiet: bool = False
+    """Whether to hide the progress bars of a cell."""
+
+
+class Observer:
+    """Is told what happens to cells; this one does not care."""
+
+    def loading(self, cell: Cell) -> None:
+        """A checkpoint is about to be loaded, for this cell and others."""
+
+    def started(self, cell: Cell) -> None:
+        """A cell is about to be measured."""
+
+    def finished(self, cell: Cell, record: RunRecord, *, reused: bool) -> None:
+        """A cell's record is on disk, or was found there."""
+
+    def lost(self, cells: Sequence[Cell], error: OasisError) -> None:
+        """Cells can have no record: their checkpoint or their stored record is damaged."""
+
+
+class Runner:
+    """Runs cells into a folder of records."""
+
+    def __init__(self, out: Path, rules: Rules, observer: Observer) -> None:
+        """Open the folder, which must be there.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        self._out = out
+        self._rules = rules
+        self._observer = observer
+        self._locks = CellLocks(out)
+        self._keys: dict[int, str] = {}
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._locks.close()
+
+    def run(self, cells: Sequence[Cell], *, wait: bool = True) -> list[Cell]:
+        """Run cells, model by model; those without their texts are not run.
+
+        Args:
+            cells: Each with its texts; the digest of a checkpoint is found where it is not known.
+            wait: Whether to wait for the cells that other processes work on, and to run them after
+                all if those processes end without a record.
+
+        Returns:
+            Cells that another process has; none after waiting.
+
+        Raises:
+            OutputError: A result cannot be written; what was written before stays.
+        """
+        queue = _by_model(cells)
+        while True:
+            held = [self._model(group) for group in queue]
+            queue = [group for group in held if group]
+            if not queue or not wait:
+                return [cell for group in queue for cell in group]
+            self._locks.wait(self._key(queue[0][0]))
+
+    def stored(self, cell: Cell) -> RunRecord | None:
+        """Return the cell's record if it needs no run.
+
+        Raises:
+            RecordError: The record is damaged.
+        """
+        if cell.data is None:
+            return None
+        # A record with diagnostics has the scores too.
+        other = cell.key_with(diagnostics=not is_question(cell.spec.task))
+        for key in dict.fromkeys((self._key(cell), other)):
+            path = self._out / f"{key}.json"
+            if path.exists():
+                record = read_record(path)
+                if record.status != "failed" or not self._rules.retry_failed:
+                    return record
+        return None
+
+    def fail(self, cell: Cell, error: Exception) -> None:
+        """Store the failure of a cell.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        self._store(cell, cell.failed_record(error), [])
+
+    def _key(self, cell: Cell) -> str:
+        if id(cell) not in self._keys:
+            self._keys[id(cell)] = cell.key
+        return self._keys[id(cell)]
+
+    # --- one model --------------------------------------------------------------------------
+
+    def _model(self, cells: list[Cell]) -> list[Cell]:
+        """Run the cells of one model; return those that another process has."""
+        try:
+            known = {cell.digest for cell in cells} - {None}
+            digest = known.pop() if known else checkpoint.digest(checkpoint.locate(cells[0].card))
+        except OasisError as error:
+            self._observer.lost(cells, error)
+            return []
+        for cell in cells:
+            cell.digest = digest
+        pending = _by_scheme([cell for cell in cells if not self._settle(cell)])
+        reference: Reference | None = None
+        held: list[Cell] = []
+        while pending:
+            group = pending.pop(0)
+            later = [cell for rest in pending for cell in rest]
+            claimed = [cell for cell in group if self._locks.claim(self._key(cell))]
+            held += [cell for cell in group if not any(cell is other for other in claimed)]
+            todo = [cell for cell in claimed if not self._settle(cell)]
+            try:
+                if todo:
+                    reference = reference or self._load([*todo, *later])
+                    left = self._scheme(reference, todo, last=not pending)
+                    if left is not None:
+                        reference = None
+                        pending[:0] = [left] if left else []
+            except OutputError:
+                raise
+            except OasisError as error:
+                self._observer.lost([*todo, *later], error)
+                break
+            except Exception as error:  # noqa: BLE001 - one bad checkpoint must not end the grid
+                for cell in [*todo, *later]:
+                    self.fail(cell, error)
+                break
+            finally:
+                for cell in claimed:
+                    self._locks.release(self._key(cell))
+        return held
+
+    def _settle(self, cell: Cell) -> bool:
+        """Do what needs no model; False where the cell has to be measured."""
+        if cell.problem is None:
+            try:
+                record = self.stored(cell)
+            except RecordError as error:
+                self._observer.lost([cell], error)
+                return True
+            if record is not None:
+                self._observer.finished(cell, record, reused=True)
+                return True
+        if cell.unsupported is not None:
+            self._store(cell, cell.unsupported_record(), [])
+        elif cell.problem is not None:
+            self.fail(cell, cell.problem)
+        return not cell.can_run
+
+    def _load(self, cells: Sequence[Cell]) -> Reference:
+        """Load the checkpoint in the one dtype that the schemes of all `cells` can start from."""
+        import torch
+
+        from oasis_eval.loading import load
+
+        run = cells[0].spec
+        self._observer.loading(cells[0])
+        torch.manual_seed(run.seed)
+        wanted: set[Dtype] = {cell.spec.scheme.dtype or cell.spec.dtype for cell in cells}
+        dtype: Dtype = wanted.pop() if len(wanted) == 1 else "fp32"
+        reference = load(cells[0].card, dtype=dtype, device=run.device)
+        if reference.digest != cells[0].digest:
+            raise CheckpointError(
+                f"{cells[0].card.name}: the checkpoint's files changed while they were read; "
+                "run again when they are complete"
+            )
+        return reference
+
+    def _scheme(
+        self, reference: Reference, cells: Sequence[Cell], *, last: bool
+    ) -> list[Cell] | None:
+        """Put one scheme on the model and run its tasks; whatever fails becomes a record.
+
+        Returns:
+            None where the reference is as it was; else what is left to do with it loaded again.
+        """
+        from oasis_eval.loading import prepare
+
+        run = cells[0].spec
+        block = prepare(
+            reference,
+            run.scheme,
+            dtype=run.dtype,
+            calibration_data=cells[0].calibration_file,
+            last=last,
+        )
+        undo, left = ExitStack(), list(cells)
+        try:
+            with time_limit(self._rules.cell_seconds):
+                prepared = undo.enter_context(block)
+        except Exception as error:  # noqa: BLE001 - one bad scheme must not end the grid
+            for cell in left:
+                self.fail(cell, error)
+            return [] if last or isinstance(error, TimeLimitError) else None
+        is_sound = not last
+        try:
+            with undo:
+                while left:
+                    result = self._measure(prepared, left[0])
+                    if isinstance(result, TimeLimitError):
+                        is_sound = False
+                        self.fail(left.pop(0), result)
+                        break
+                    self._store(left.pop(0), *result)
+        except QuantizationError:  # the scheme could not be taken off; what was measured stands
+            return left
+        return None if is_sound else left
+
+    # --- one cell ---------------------------------------------------------------------------
+
+    def _measure(
+        self, prepared: PreparedModel, cell: Cell
+    ) -> tuple[RunRecord, Samples] | TimeLimitError:
+        """Measure a cell, with half the batch wherever memory does not suffice."""
+        self._observer.started(cell)
+        batch_size = cell.spec.batch_size
+        try:
+            with time_limit(self._rules.cell_seconds):
+                while True:
+                    try:
+                        return self._measured(prepared, cell, batch_size)
+                    except Exception as error:
+                        if batch_size == 1 or not is_out_of_memory(error):
+                            raise
+                    free_memory()
+                    batch_size //= 2
+        except TimeLimitError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - one bad cell must not end the grid
+            return cell.failed_record(error), []
+
+    def _measured(
+        self, prepared: PreparedModel, cell: Cell, batch_size: int
+    ) -> tuple[RunRecord, Samples]:
+        started, clock = datetime.now(UTC), time.perf_counter()
+        run = cell.spec
+        assert cell.data is not None
+        outcome = harness.evaluate(
+            prepared, run.task, cell.data, batch_size=batch_size, quiet=self._rules.quiet
+        )
+        found = _diagnose(prepared, cell, batch_size) if run.diagnostics else None
+        warnings = [*prepared.warnings, *outcome.warnings]
+        if batch_size < run.batch_size:
+            warnings.append(
+                f"out of memory with a batch of {run.batch_size}: measured with {batch_size}"
+            )
+        data = cell.data.infos
+        if cell.calibration is not None and cell.calibration.sha256 == data[0].sha256:
+            warnings.append("calibration and evaluation read the same text")
+        if cell.calibration is not None:
+            data = (*data, cell.calibration)
+        metrics = outcome.metrics
+        protocols: tuple[ProtocolInfo, ...] = (outcome.protocol,)
+        if found is not None:
+            metrics += found.as_metrics(run.task.name)
+            protocols += (found.protocol,)
+            warnings += found.warnings
+        record = RunRecord(
+            key=self._key(cell),
+            spec=run,
+            card=cell.card,
+            status="ok",
+            metrics=metrics,
+            layers=found.layers if found is not None else (),
+            coverage=prepared.coverage,
+            protocols=protocols,
+            data=data,
+            warnings=tuple(warnings),
+            provenance=provenance(prepared, started=started, seconds=time.perf_counter() - clock),
+        )
+        return record, outcome.samples
+
+    def _store(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
+        """Write samples first, then the record that makes them count."""
+        if samples:
+            write_samples(self._out, record.key, samples)
+        write_record(self._out, record)
+        if record.status == "ok" and cell.identity != record.key:
+            # An earlier failure of the same cell to read its texts is answered now.
+            (self._out / f"{cell.identity}.json").unlink(missing_ok=True)
+        if record.status == "ok" and cell.spec.diagnostics:
+            # The same scores without diagnostics would stand in a table twice.
+            plain = cell.key_with(diagnostics=False)
+            for suffix in (".json", ".samples.jsonl"):
+                (self._out / f"{plain}{suffix}").unlink(missing_ok=True)
+        self._observer.finished(cell, record, reused=False)
+
+
+def _diagnose(prepared: PreparedModel, cell: Cell, batch_size: int) -> Diagnostics:
+    """Measure on the very windows that were scored."""
+    from oasis_eval.diagnostics.measure import measure
+
+    assert cell.data is not None
+    windows = harness.input_windows(prepared, cell.spec.task, cell.data)
+    return measure(prepared, windows, batch_size=batch_size)
+
+
+def _by_model(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Group what one load can serve."""
+    groups: dict[tuple[ModelCard, str, int], list[Cell]] = {}
+    for cell in cells:
+        key = (cell.card, cell.spec.device, cell.spec.seed)
+        groups.setdefault(key, []).append(cell)
+    return list(groups.values())
+
+
+def _by_scheme(cells: Sequence[Cell]) -> list[list[Cell]]:
+    """Group what one quantization can serve."""
+    groups: dict[tuple[str, Dtype, str | None], list[Cell]] = {}
+    for cell in cells:
+        run = cell.spec
+        key = (run.scheme.content_hash(), run.dtype, cell.calibration_file)
+        groups.setdefault(key, []).append(cell)
+    return list(groups.values())

@@ -1,0 +1,156 @@
+"""From a specification to its cells, with whatever is known to stand in their way."""
+
+from __future__ import annotations
+
+from oasis_eval import registry
+from oasis_eval.calibration import text_of
+from oasis_eval.cells import Cell
+from oasis_eval.errors import DataError, OasisError, SpecError, UnknownNameError
+from oasis_eval.harness import run as harness
+from oasis_eval.harness.protocols import (
+    QUESTION_TASKS,
+    TASKS,
+    Protocol,
+    new_tokens,
+    parse_protocol,
+    with_window,
+)
+from oasis_eval.quant import schemes
+from oasis_eval.quant.support import unsupported
+from oasis_eval.record import DataInfo
+from oasis_eval.spec import Calibration, EvaluationSpec, RunSpec, TaskRef
+
+
+def cells_of(spec: EvaluationSpec) -> list[Cell]:
+    """Return the cells of a call in the order models, schemes, tasks; no text or weight is read.
+
+    Args:
+        spec: Models, schemes, tasks and how to run them.
+
+    Raises:
+        SpecError: Something named in `spec` does not exist.
+        CheckpointError: A model's folder holds none.
+        UnsupportedSchemeError: The parts of a scheme's name contradict each other.
+    """
+    cards = [registry.resolve(name) for name in spec.models]
+    distinct = dict.fromkeys(schemes.resolve(name) for name in spec.schemes)
+    chosen = [(scheme, unsupported(scheme)) for scheme in distinct]
+    tasks = task_refs(spec)
+    if spec.diagnostics and all(is_question(task) for task in tasks):
+        raise SpecError(
+            "diagnostics are measured on the windows of perplexity tasks; found only "
+            f"{', '.join(spec.tasks)}: add one, for example wikitext2"
+        )
+    _check_data_keys(spec)
+    return [
+        Cell(
+            RunSpec(
+                model=name,
+                scheme=scheme,
+                task=task,
+                dtype=scheme.dtype or spec.dtype or ("fp32" if spec.device == "cpu" else "bf16"),
+                seed=spec.seed,
+                batch_size=spec.batch_size,
+                device=spec.device,
+                diagnostics=spec.diagnostics and not is_question(task) and refusal is None,
+            ),
+            card,
+            unsupported=refusal,
+            fewshot_file=spec.data.get(f"{task.name}:train"),
+            calibration_file=spec.data.get("calibration"),
+        )
+        for name, card in zip(spec.models, cards, strict=True)
+        for scheme, refusal in chosen
+        for task in tasks
+    ]
+
+
+def task_refs(spec: EvaluationSpec) -> list[TaskRef]:
+    """Return the tasks of a call with their protocols, in order.
+
+    Raises:
+        SpecError: A task or protocol is unknown, or a protocol fits no task.
+    """
+    protocols = [parse_protocol(name) for name in spec.protocols]
+    refs: list[TaskRef] = []
+    used: set[str] = set()
+    for task in spec.tasks:
+        for protocol in harness.protocols_for(task, protocols):
+            used.add(protocol.name)
+            sized = with_window(protocol, spec.window) if spec.window else protocol
+            ref = _task_ref(spec, task, sized)
+            if ref not in refs:  # a window makes one of protocols that differ in it alone
+                refs.append(ref)
+    unused = [protocol.name for protocol in protocols if protocol.name not in used]
+    if unused:
+        raise SpecError(f"protocol {unused[0]!r} fits none of the tasks {', '.join(spec.tasks)}")
+    return refs
+
+
+def is_question(task: TaskRef) -> bool:
+    """Tell whether a task asks questions; the others score text, and have windows to diagnose."""
+    return parse_protocol(task.protocol).kind == "gsm8k"
+
+
+def _task_ref(spec: EvaluationSpec, task: str, protocol: Protocol) -> TaskRef:
+    asks = protocol.kind == "gsm8k"
+    return TaskRef(
+        name=task,
+        protocol=protocol.name,
+        data=spec.data.get(task),
+        limit=spec.limit,
+        max_new_tokens=(asks and spec.max_new_tokens) or new_tokens(task),
+        chat_template=spec.chat_template and asks,
+    )
+
+
+def _check_data_keys(spec: EvaluationSpec) -> None:
+    known = {*TASKS, *(f"{task}:train" for task in QUESTION_TASKS), "calibration"}
+    for key in spec.data:
+        if key not in known:
+            raise UnknownNameError("--data key", key, known)
+
+
+class Texts:
+    """Texts of tasks and calibration, each read once, whether it is there or not."""
+
+    def __init__(self) -> None:
+        self._data: dict[tuple[TaskRef, str | None], harness.TaskData | OasisError] = {}
+        self._calibration: dict[tuple[Calibration, str | None], DataInfo | OasisError] = {}
+
+    def give(self, cell: Cell) -> None:
+        """Give a cell its texts, or the reason why it has none."""
+        data = self._of_task(cell.spec.task, cell.fewshot_file)
+        if isinstance(data, OasisError):
+            cell.problem = data
+        else:
+            cell.data = data
+        settings = cell.spec.scheme.calibration
+        if settings is None or cell.unsupported is not None:
+            return
+        found = self._of_calibration(settings, cell.calibration_file)
+        if isinstance(found, OasisError):
+            cell.problem = cell.problem or found
+        else:
+            cell.calibration = found
+
+    def _of_task(self, task: TaskRef, fewshot: str | None) -> harness.TaskData | OasisError:
+        key = (task, fewshot)
+        if key not in self._data:
+            try:
+                self._data[key] = harness.load_data(task, fewshot=fewshot)
+            except OasisError as error:
+                self._data[key] = error
+        return self._data[key]
+
+    def _of_calibration(self, settings: Calibration, file: str | None) -> DataInfo | OasisError:
+        key = (settings, file)
+        if key not in self._calibration:
+            try:
+                text = text_of(settings, file)
+            except DataError as error:
+                self._calibration[key] = error
+            else:
+                name = f"calibration:{text.name}"
+                self._calibration[key] = text.info.model_copy(update={"name": name})
+        return self._calibration[key]

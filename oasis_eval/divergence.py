@@ -1,5 +1,7 @@
 """How far the logits of one execution of a model are from those of another, on the same tokens.
 
+`token_changes` is the arithmetic of one tile; what follows compares executions of one scheme.
+
 Hidden states are kept, logits are not: the heads run over the same rows of both, a tile at a time.
 One of the executions is the same model with its matrix products summed in another order, which is
 what floating point alone can change.
@@ -14,7 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +27,71 @@ from oasis_eval.harness.scoring import Scorer
 from oasis_eval.quant.integer_layers import prepared_bytes
 
 _TILE_ELEMENTS = 1 << 22  # 32 MiB of float64 logits
+_BLOCK_ELEMENTS = 1 << 18  # 1 MiB of fp32
+_FAR = 40.0
+"""Change of a logit against the mean change from which its exponential is taken another way."""
+
+
+class TokenChanges(NamedTuple):
+    """What happened to the prediction after each token, [R] each."""
+
+    kl: Tensor
+    """KL(base || other), nats."""
+    nll: Tensor
+    """Change of the loss, nats."""
+    base_nll: Tensor
+    """Loss under the base, nats, float64."""
+    same_top: Tensor
+    """Boolean: whether the base's most likely token is one of the other's."""
+
+
+def token_changes(
+    base_RV: Tensor, other_RV: Tensor, targets_R: Tensor, top_R: Tensor
+) -> TokenChanges:
+    """Compare logits row by row in their dtype, fp32 or float64.
+
+    Equal logits give exactly 0. The sums over the vocabulary cancel up to the second order of the
+    differences, so that small divergences keep their digits in fp32.
+
+    Args:
+        base_RV: Logits of the model that the other is compared with.
+        other_RV: The other's.
+        targets_R: The tokens that follow.
+        top_R: The base's most likely tokens.
+    """
+    rows = len(base_RV)
+    if base_RV.device.type == "cpu":  # intermediate results stay in the cache
+        rows = max(1, _BLOCK_ELEMENTS // base_RV.shape[-1])
+    parts = (tensor.split(rows) for tensor in (base_RV, other_RV, targets_R, top_R))
+    blocks = [_changes_of_block(*block) for block in zip(*parts, strict=True)]
+    return TokenChanges(*(torch.cat(values) for values in zip(*blocks, strict=True)))
+
+
+def _changes_of_block(
+    base_RV: Tensor, other_RV: Tensor, targets_R: Tensor, top_R: Tensor
+) -> TokenChanges:
+    target_R = base_RV.gather(-1, targets_R[:, None])[:, 0]
+    peak_R1 = base_RV.gather(-1, top_R[:, None])
+    there_R1 = other_RV.gather(-1, top_R[:, None])
+    same_top_R = there_R1[:, 0] == other_RV.amax(-1)
+    # What all logits of a row have in common is taken off first, or it would cost digits.
+    weight_RV = base_RV - peak_R1
+    change_RV = (other_RV - there_R1).sub_(weight_RV)
+    moved_R = change_RV.gather(-1, targets_R[:, None])[:, 0]
+    weight_RV.exp_()
+    total_R = weight_RV.sum(-1)
+    mean_R = (weight_RV * change_RV).sum(-1) / total_R
+    # log sum p exp(d) - sum p d, around the mean of d so that small differences survive.
+    change_RV -= mean_R[:, None]
+    is_far_R = change_RV.amax(-1) > _FAR
+    excess_R = change_RV.expm1_().mul_(weight_RV).sum(-1) / total_R
+    kl_R = torch.log1p(excess_R)
+    if bool(is_far_R.any()):  # p underflows where exp(d) matters, or exp(d) overflows
+        other_R = (other_RV - there_R1)[is_far_R].double().logsumexp(-1)
+        base_R = (base_RV - peak_R1)[is_far_R].double().logsumexp(-1)
+        kl_R[is_far_R] = (other_R - base_R - mean_R[is_far_R].double()).to(kl_R.dtype)
+    base_nll_R = peak_R1[:, 0].double() - target_R.double() + total_R.double().log()
+    return TokenChanges(kl_R, kl_R + mean_R - moved_R, base_nll_R, same_top_R)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +200,17 @@ class _Sums:
         self.largest = self.logit = 0.0
 
     def add(self, base_RV: Tensor, other_RV: Tensor, targets_R: Tensor) -> None:
-        """Take in a tile of logits in float64 and the tokens that follow."""
-        change_RV = other_RV - base_RV
-        weight_RV = base_RV.softmax(-1)
-        mean_R1 = (weight_RV * change_RV).sum(-1, keepdim=True)
-        # log sum p exp(d) - sum p d, around the mean of d so that small differences survive.
-        kl_R = torch.log1p((weight_RV * torch.expm1(change_RV - mean_R1)).sum(-1))
-        moved_R = change_RV.gather(-1, targets_R[:, None])[:, 0]
-        nll_R = kl_R + mean_R1[:, 0] - moved_R
-        self.kl += float(kl_R.sum())
-        self.nll += float(nll_R.abs().sum())
-        self.signed += float(nll_R.sum())
-        self.flips += int((base_RV.argmax(-1) != other_RV.argmax(-1)).sum())
-        self.num_tokens += len(targets_R)
+        """Take in logits in float64 and the tokens that follow."""
         self.largest = max(self.largest, float(base_RV.abs().max()))
         # A NaN must not be lost to the comparison of `max`.
-        change = float(change_RV.abs().max())
+        change = float((other_RV - base_RV).abs().max())
         self.logit = change if math.isnan(change) else max(self.logit, change)
+        changes = token_changes(base_RV, other_RV, targets_R, base_RV.argmax(-1))
+        self.kl += float(changes.kl.sum())
+        self.nll += float(changes.nll.abs().sum())
+        self.signed += float(changes.nll.sum())
+        self.flips += int((~changes.same_top).sum())
+        self.num_tokens += len(targets_R)
 
     def difference(self) -> Difference:
         """Return means and extremes."""

@@ -136,7 +136,7 @@ class Scorer:
             for row, window in enumerate(batch)
         ]
         hidden_RD = torch.cat(rows)
-        size = self._tile_rows()
+        size = self.tile_rows()
         for start in range(0, len(hidden_RD), size):
             yield self.head(hidden_RD[start : start + size]), targets_R[start : start + size]
 
@@ -158,7 +158,8 @@ class Scorer:
         logits: Tensor = view(input_ids=dummy, use_cache=False).logits
         return logits[0]
 
-    def _tile_rows(self) -> int:
+    def tile_rows(self) -> int:
+        """Return how many tokens the head runs over at a time."""
         vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
         return max(_MIN_TILE_ROWS, min(_MAX_TILE_ROWS, _TILE_ELEMENTS // vocabulary))
 

@@ -27,9 +27,8 @@ from oasis_eval.modeling.instrumentation import Point, fast_path, instrumented
 from oasis_eval.modeling.registration import register
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.quant import storage
-from oasis_eval.quant.backends import Applied, quantize_
+from oasis_eval.quant.backends import Applied, Storable, quantize_
 from oasis_eval.quant.calibrate import Batch
-from oasis_eval.quant.integer import IntegerApplied
 from oasis_eval.quant.integer_layers import fixed_tensors
 from oasis_eval.quant.support import unsupported
 from oasis_eval.spec import Dtype, ModelCard, QuantScheme, Region
@@ -63,7 +62,7 @@ class Reference:
     dtype: Dtype
     device: str
     warnings: tuple[str, ...]
-    applied: IntegerApplied | None = None
+    applied: Storable | None = None
     """The scheme of a checkpoint that is quantized already."""
 
     @property
@@ -93,12 +92,12 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
     checkpoint.verify(folder)
     stored_type = read_config(folder).get("model_type")
     folder, notes = _as_ours(folder, content)
-    scheme = storage.stored_scheme(_read_config(folder), origin=str(folder))
+    stored = storage.stored_scheme(_read_config(folder), origin=str(folder))
     applied = None
-    if scheme is None:
+    if stored is None:
         model, warnings = _load_model(folder, dtype)
     else:
-        model, applied = _load_quantized(folder, scheme, dtype, device)
+        model, applied = _load_quantized(folder, stored, dtype, device)
         warnings = ()
     model_type = getattr(model.config, "model_type", None)
     if card.family not in ("any", stored_type, model_type):
@@ -189,8 +188,8 @@ def prepare(
                 undo.callback(stored.compute_in_, model, DTYPES[reference.dtype])
         coverage = None
         warnings = list(reference.warnings)
+        applied: Applied | None = reference.applied
         if scheme.execution != "none":
-            applied: Applied | None = reference.applied
             if applied is None:
                 attention = undo.enter_context(_taps_of(model, scheme))
                 batches: list[Batch] = []
@@ -222,6 +221,7 @@ def prepare(
             attention=attention,
             coverage=coverage,
             warnings=tuple(warnings),
+            applied=applied,
         )
 
 
@@ -303,13 +303,13 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
 
 
 def _load_quantized(
-    folder: Path, scheme: QuantScheme, dtype: Dtype, device: str
-) -> tuple[Any, IntegerApplied]:
+    folder: Path, stored: storage.StoredScheme, dtype: Dtype, device: str
+) -> tuple[Any, Storable]:
     """Load a quantized checkpoint of ours."""
     transformers_logging.set_verbosity_error()
     with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
         model = _to_device(storage.skeleton(folder, DTYPES[dtype]), device)
-        applied = storage.restore_(model, scheme, folder, dtype=DTYPES[dtype])
+        applied = storage.restore_(model, stored, folder, dtype=DTYPES[dtype])
     _cast_(model, DTYPES[dtype])
     return model, applied
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from oasis_eval.quant.backends import Applied
 from oasis_eval.record import Coverage
 from oasis_eval.spec import Dtype, ModelCard, QuantScheme
 
@@ -29,3 +30,5 @@ class PreparedModel:
     """Attention implementation that runs."""
     coverage: Coverage | None = None
     warnings: tuple[str, ...] = field(default=())
+    applied: Applied | None = None
+    """The scheme in effect; None: a reference scheme."""

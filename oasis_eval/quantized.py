@@ -19,8 +19,9 @@ from torch import Tensor
 
 from oasis_eval import checkpoint, loading
 from oasis_eval.errors import CheckpointError, SpecError, UnsupportedSchemeError
+from oasis_eval.prepared import PreparedModel
 from oasis_eval.quant import storage
-from oasis_eval.quant.integer_layers import integer_layers
+from oasis_eval.quant.backends import AppliedTransformed, Storable
 from oasis_eval.quant.names import scheme_of
 from oasis_eval.quant.support import unsupported
 from oasis_eval.record import Coverage, write_text_atomically
@@ -95,9 +96,7 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
         if path.exists() and not plan.overwrite:
             raise SpecError(f"{path} exists; choose another --out, or add --overwrite")
     scheme = plan.scheme
-    reason = unsupported(scheme)
-    if reason is None and scheme.backend != "torch":
-        reason = f"scheme {scheme.name!r} has no integer codes to store; use one ending in -real"
+    reason = unsupported(scheme) or storage.refusal(scheme)
     if reason is not None:
         raise UnsupportedSchemeError(reason)
     dtype = plan.dtype or loading.stored_dtype(card)
@@ -116,7 +115,8 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
             reference, scheme, dtype=dtype, calibration_data=plan.calibration, last=True
         ) as prepared:
             model: Any = prepared.model
-            storage.write(model, scheme, work)
+            applied, notes = _storable(prepared)
+            storage.write(model, applied, work, notes=notes)
             _write_sides(model, reference.tokenizer, scheme, work)
             before = _logits(model)
             coverage, warnings = prepared.coverage, prepared.warnings
@@ -130,8 +130,8 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
             label=f"{card.label}, {scheme.name}",
             context_length=card.context_length,
         )
-        del model, prepared, reference
-        _check_same(before, written, dtype)
+        del model, prepared, reference, applied
+        _check_same(before, coverage, written, dtype)
         bytes_weights = (work / storage.WEIGHTS).stat().st_size
         checkpoint.replace_folder(out, work, old=scratch / "old")
     finally:
@@ -140,6 +140,19 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
     content = final.model_dump(mode="json", exclude_none=True)
     write_text_atomically(card_file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
     return Written(out, card_file, scheme, coverage, bytes_weights, warnings)
+
+
+def _storable(prepared: PreparedModel) -> tuple[Storable, list[str]]:
+    """Return the scheme in effect, and the warnings that a checkpoint of it must carry.
+
+    What the scheme will say for itself when it is read again is not among them.
+    """
+    applied = prepared.applied
+    if isinstance(applied, AppliedTransformed):
+        applied = applied.applied
+    assert isinstance(applied, Storable), "storage.refusal has found nothing against it"
+    said = applied.verify()
+    return applied, [warning for warning in prepared.warnings if warning not in said]
 
 
 def _write_sides(model: Any, tokenizer: Any, scheme: QuantScheme, folder: Path) -> None:
@@ -155,11 +168,17 @@ def _write_sides(model: Any, tokenizer: Any, scheme: QuantScheme, folder: Path) 
         (folder / storage.SCHEME_FILE).write_text(text, encoding="utf-8")
 
 
-def _check_same(before_TV: Tensor, written: ModelCard, dtype: Dtype) -> None:
+def _check_same(before_TV: Tensor, coverage: Coverage, written: ModelCard, dtype: Dtype) -> None:
     """Read the checkpoint back and compare."""
     again = loading.load(written, dtype=dtype)
     after_TV = _logits(again.model)
-    if not torch.equal(before_TV, after_TV) or not integer_layers(again.model):
+    covered = None if again.applied is None else again.applied.coverage
+    if covered != coverage:
+        raise CheckpointError(
+            f"{written.name}: what was written does not come back as it was (other layers are "
+            "quantized, or in another way); nothing was kept"
+        )
+    if not torch.equal(before_TV, after_TV):
         difference = float((after_TV.double() - before_TV.double()).abs().max())
         raise CheckpointError(
             f"{written.name}: what was written does not come back as it was (a logit differs by "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import LlamaForCausalLM
 
 from oasis_eval import convert as convert_module
 from oasis_eval import registry
@@ -26,26 +21,15 @@ from oasis_eval.convert import convert
 from oasis_eval.errors import CheckpointError, SpecError, UnsupportedSchemeError
 from oasis_eval.loading import load, prepare
 from oasis_eval.quant import schemes
+from oasis_eval.quant.backends import Storable
 from oasis_eval.quant.integer_layers import integer_layers
 from oasis_eval.quantized import Plan, Written, quantize
 from oasis_eval.registry import read_card
 from oasis_eval.spec import QuantScheme
 from tests import tiny
 from tests.command_line import CommandLine
-from tests.modeling import tiny as variants
+from tests.quantized_folders import biased_llama, calibration_text, change, gpt2, oasis, qwen3
 
-SIZES = {
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": tiny.VOCABULARY,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 HEAD_TOO = {
     "name": "head-too",
     "backend": "torch",
@@ -57,6 +41,7 @@ HEAD_TOO = {
 }
 READER = """
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
@@ -74,42 +59,6 @@ for card in sorted(root.glob("*.yaml")):
 """
 
 
-def gpt2(*, tied: bool = True) -> nn.Module:
-    torch.manual_seed(0)
-    config = GPT2Config(
-        n_embd=48,
-        n_layer=2,
-        n_head=4,
-        vocab_size=tiny.VOCABULARY,
-        n_positions=128,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        tie_word_embeddings=tied,
-    )
-    return GPT2LMHeadModel(config).eval()
-
-
-def qwen3() -> nn.Module:
-    torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)).eval()
-
-
-def biased_llama() -> nn.Module:
-    model = tiny.build_model(attention_bias=True, mlp_bias=True)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.data.copy_(torch.randn(parameter.shape))
-    return model
-
-
-def oasis(variant: str) -> nn.Module:
-    config = variants.tiny_config("llama", variant, vocab_size=tiny.VOCABULARY)
-    model = variants.new_model(config)
-    variants.randomize_(model, 3)
-    return model
-
-
 CASES: dict[str, tuple[object, str, str]] = {
     "llama-w4a4": (tiny.build_model, "w4a4-real", "fp32"),
     "llama-tied-w8a8": (lambda: tiny.build_model(tie_word_embeddings=True), "w8a8-real", "fp32"),
@@ -122,6 +71,13 @@ CASES: dict[str, tuple[object, str, str]] = {
     ),
     "llama-weight-only": (tiny.build_model, "w4a16-g32-real", "bf16"),
     "llama-smooth": (tiny.build_model, "w4a4-smooth-real", "fp32"),
+    "llama-tied-rot": (
+        lambda: tiny.build_model(tie_word_embeddings=True),
+        "w4a4-rot-real",
+        "fp32",
+    ),
+    "oasis-smooth-rot": (lambda: oasis("oasis"), "w4a8-smooth-rot-real", "fp32"),
+    "gpt2-rot": (gpt2, "w4a8-rot-real", "fp32"),
     "gpt2-w4a8": (gpt2, "w4a8-real", "fp32"),
     "gpt2-untied-static": (lambda: gpt2(tied=False), "w4a4-static-linear-real", "fp32"),
     "qwen3-w4a4": (qwen3, "w4a4-real", "bf16"),
@@ -132,12 +88,6 @@ CASES: dict[str, tuple[object, str, str]] = {
 
 def scheme_named(name: str) -> QuantScheme:
     return QuantScheme.model_validate(HEAD_TOO) if name == "head-too" else schemes.resolve(name)
-
-
-def calibration_text(folder: Path) -> str:
-    path = folder / "calibration.txt"
-    path.write_text(tiny.prose(3000))
-    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -241,15 +191,6 @@ def folder(tmp_path: Path, written: tuple[Path, dict[str, Written]]) -> Path:
     import shutil
 
     return Path(shutil.copytree(written[0] / "llama-w4a4", tmp_path / "copy"))
-
-
-def change(folder: Path, name: str, value: torch.Tensor | None) -> None:
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop(name, None)
-    if value is not None:
-        tensors[name] = value
-    save_file(tensors, path)
 
 
 CODES = "model.layers.1.mlp.up_proj.weight_codes"
@@ -395,10 +336,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "text"),
     [
         ("w4a4", "no integer codes to store; use one ending in -real"),
-        ("llm-int8", "no integer codes to store"),
+        ("fp32", "no integer codes to store"),
         ("w6a6-real", "weights of 6 bits"),
         ("w4a4-static-real", "has no integer product"),
-        ("w4a4-rot-real", "transformed in the forward pass"),
     ],
 )
 def test_what_cannot_be_stored_is_refused(
@@ -424,8 +364,10 @@ def test_a_checkpoint_that_comes_back_otherwise_is_not_kept(
 
     write = storage.write
 
-    def careless(model: nn.Module, scheme: QuantScheme, folder: Path) -> None:
-        write(model, scheme, folder)
+    def careless(
+        model: nn.Module, applied: Storable, folder: Path, *, notes: Sequence[str]
+    ) -> None:
+        write(model, applied, folder, notes=notes)
         tensors = load_file(folder / "model.safetensors")
         tensors[CODES] ^= 0x10  # the odd inputs' codes, by one
         save_file(tensors, folder / "model.safetensors")

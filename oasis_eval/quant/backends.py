@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from oasis_eval.errors import UnsupportedSchemeError
 from oasis_eval.quant.support import unsupported
@@ -16,9 +16,11 @@ from oasis_eval.record import Coverage
 from oasis_eval.spec import QuantScheme
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from oasis_eval.quant.calibrate import Batch
+    from oasis_eval.quant.stored import StoredLayer
     from oasis_eval.quant.transforms import Transformed
     from oasis_eval.quant.weights import WeightCodes
 
@@ -48,6 +50,39 @@ class Applied(Protocol):
         ...
 
 
+@runtime_checkable
+class Storable(Applied, Protocol):
+    """A scheme in effect whose layers a checkpoint can hold; see `storage`."""
+
+    scheme: QuantScheme
+    notes: tuple[str, ...]
+    """What `verify` returns besides: warnings from when a checkpoint was written."""
+
+    def stored(self, model: nn.Module) -> Mapping[str, StoredLayer]:
+        """Return what a checkpoint holds of each quantized layer, by the layer's name.
+
+        Raises:
+            UnsupportedSchemeError: The library cannot give a layer back as it is.
+        """
+        ...
+
+    def filled_(self, model: nn.Module) -> str | None:
+        """Take over the values that the tensors of `stored` were given.
+
+        Returns:
+            The first tensor that holds what no quantizer makes, and what that is.
+        """
+        ...
+
+    def compute_in_(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Expect activations of another dtype, after the rest of the model was cast to it.
+
+        Raises:
+            UnsupportedSchemeError: The library's layers cannot be cast.
+        """
+        ...
+
+
 class Backend(Protocol):
     """One way to run quantized models."""
 
@@ -73,6 +108,24 @@ class Backend(Protocol):
             SpecError: A skip pattern matches nothing.
             QuantizationError: Nothing would be quantized, a layer cannot be, calibration failed,
                 or no weight changed and activations are left alone.
+        """
+        ...
+
+
+@runtime_checkable
+class StoringBackend(Backend, Protocol):
+    """A backend whose layers a checkpoint can hold."""
+
+    def empty_(self, model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> Storable:
+        """Put quantized layers with any values in the place of those that `scheme` covers.
+
+        Args:
+            model: Of the checkpoint's architecture; its weights do not matter.
+            scheme: The checkpoint's.
+            dtype: Of the parameters that were quantized.
+
+        Raises:
+            QuantizationError: The scheme does not fit the model.
         """
         ...
 
@@ -149,11 +202,11 @@ def quantize_(
     except BaseException:
         transformed.undo()
         raise
-    return _AppliedTransformed(applied, transformed) if scheme.transforms else applied
+    return AppliedTransformed(applied, transformed) if scheme.transforms else applied
 
 
 @dataclass(frozen=True, slots=True)
-class _AppliedTransformed:
+class AppliedTransformed:
     """A scheme in effect on a transformed model."""
 
     applied: Applied
@@ -161,11 +214,14 @@ class _AppliedTransformed:
 
     @property
     def coverage(self) -> Coverage:
+        """What was quantized; see `Applied`."""
         return self.applied.coverage
 
     def verify(self) -> tuple[str, ...]:
+        """Check, after a forward pass, that the scheme had an effect; see `Applied`."""
         return (*self.applied.verify(), *self.transformed.notes)
 
     def undo(self) -> None:
+        """Restore the model bit for bit; see `Applied`."""
         self.applied.undo()
         self.transformed.undo()

@@ -14,15 +14,25 @@ Sources: Dettmers et al., "LLM.int8()", NeurIPS 2022; "QLoRA", NeurIPS 2023.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from oasis_eval.errors import MissingExtraError, QuantizationError
 from oasis_eval.quant.calibrate import Batch
-from oasis_eval.quant.replacement import Facts, LibraryApplied, check_product, replace_
+from oasis_eval.quant.replacement import (
+    Complaint,
+    Facts,
+    LibraryApplied,
+    check_product,
+    replace_,
+    replace_empty_,
+)
+from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.weights import WeightCodes
 from oasis_eval.record import ModuleCoverage
 from oasis_eval.spec import QuantScheme
@@ -51,18 +61,30 @@ class BitsAndBytesBackend:
             MissingExtraError: bitsandbytes is not installed.
         """
         assert not codes, "support.unsupported refuses transforms"
-        bnb = _library()
-        assert scheme.weights is not None
-        if scheme.weights.bits == 4:
-            assert scheme.weights.group_size is not None
-            kind = "nf4" if scheme.weights.type == "nf4" else "fp4"
-            four = FourBit(bnb, kind, scheme.weights.group_size)
-            return replace_(model, scheme, four, keep_reference=keep_reference)
-        check_product("bitsandbytes", torch.ops.bitsandbytes.int8_linear_matmul)
-        eight = EightBit(bnb, scheme.outlier_threshold or 0.0)
+        library = _library_for(scheme)
         return replace_(
-            model, scheme, eight, keep_reference=keep_reference, warnings=eight.warnings
+            model, scheme, library, keep_reference=keep_reference, warnings=library.warnings
         )
+
+    def empty_(self, model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> LibraryApplied:
+        """Put layers with any codes in; see `backends.StoringBackend.empty_`.
+
+        Raises:
+            MissingExtraError: bitsandbytes is not installed.
+        """
+        library = _library_for(scheme)
+        return replace_empty_(model, scheme, library, dtype, warnings=library.warnings)
+
+
+def _library_for(scheme: QuantScheme) -> EightBit | FourBit:
+    bnb = _library()
+    assert scheme.weights is not None
+    if scheme.weights.bits == 4:
+        assert scheme.weights.group_size is not None
+        kind = "nf4" if scheme.weights.type == "nf4" else "fp4"
+        return FourBit(bnb, kind, scheme.weights.group_size)
+    check_product("bitsandbytes", torch.ops.bitsandbytes.int8_linear_matmul)
+    return EightBit(bnb, scheme.outlier_threshold or 0.0)
 
 
 class EightBit:
@@ -100,6 +122,14 @@ class EightBit:
                 f"(below {_LEAST_ROW:.2g}), in which bitsandbytes quantizes; use backend 'fake' "
                 "or 'torch'"
             )
+        # Quantizing happens on the way from the CPU to the device.
+        weight = self._bnb.nn.Int8Params(
+            linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False
+        ).to(linear.weight.device)
+        return self._layer(linear, weight)
+
+    def _layer(self, linear: nn.Linear, weight: Tensor) -> nn.Module:
+        """Return the layer of an int8 weight."""
         layer = self._bnb.nn.Linear8bitLt(
             linear.in_features,
             linear.out_features,
@@ -108,10 +138,7 @@ class EightBit:
             threshold=self._threshold,
             device="meta",
         )
-        # Quantizing happens on the way from the CPU to the device.
-        layer.weight = self._bnb.nn.Int8Params(
-            linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False
-        ).to(linear.weight.device)
+        layer.weight = weight
         layer.bias = linear.bias
         layer.init_8bit_state()
         assert isinstance(layer, nn.Module)
@@ -154,6 +181,34 @@ class EightBit:
                 f"(at most {_LARGEST_FP16:g}); use backend 'fake' or 'torch'"
             )
 
+    def empty(self, linear: nn.Linear) -> nn.Module:
+        """Return an int8 layer with any codes."""
+        codes_NK = torch.empty_like(linear.weight, dtype=torch.int8)
+        largest_N = torch.empty(len(codes_NK), device=codes_NK.device)
+        weight = self._bnb.nn.Int8Params(
+            codes_NK, requires_grad=False, has_fp16_weights=False, CB=codes_NK, SCB=largest_N
+        )
+        return self._layer(linear, weight)
+
+    def stored(self, name: str, layer: nn.Module) -> StoredLayer:
+        """Return codes and largest magnitudes, and that codes lie row after row."""
+        codes_NK, largest_N = _int8_state(layer)
+        row_by_row = {"weight_format": torch.tensor(0, dtype=torch.uint8)}
+        return StoredLayer({"weight": codes_NK, "SCB": largest_N}, row_by_row)
+
+    def filled_(self, layer: nn.Module) -> Complaint | None:
+        """Take over codes, whose parameter is another tensor than the one that is computed with."""
+        codes_NK, largest_N = _int8_state(layer)
+        layer.weight.data = codes_NK
+        if bool((codes_NK == -128).any()):
+            return Complaint("weight", "code -128, and codes of bitsandbytes end at -127")
+        if not _are_magnitudes(largest_N):
+            return Complaint("SCB", "a largest magnitude that is negative or not finite")
+        return None
+
+    def compute_in_(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Nothing depends on it: inputs are cast to fp16 and outputs back."""
+
 
 class FourBit:
     """`Linear4bit` for a Linear."""
@@ -165,8 +220,26 @@ class FourBit:
         self._kind = kind
         self._block = block
 
+    warnings: tuple[str, ...] = ()
+    """What a reader of the numbers must know."""
+
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """Return the 4-bit layer of a Linear."""
+        weight = self._weight(linear.weight.detach())
+        return self._layer(linear, weight.to(linear.weight.device))
+
+    def _weight(self, data: Tensor, **settings: object) -> Any:
+        return self._bnb.nn.Params4bit(
+            data,
+            requires_grad=False,
+            blocksize=self._block,
+            compress_statistics=False,
+            quant_type=self._kind,
+            **settings,
+        )
+
+    def _layer(self, linear: nn.Linear, weight: Any) -> nn.Module:
+        """Return the layer of a 4-bit weight."""
         layer = self._bnb.nn.Linear4bit(
             linear.in_features,
             linear.out_features,
@@ -176,15 +249,7 @@ class FourBit:
             quant_type=self._kind,
             device="meta",
         )
-        layer.weight = self._bnb.nn.Params4bit(
-            linear.weight.detach(),
-            requires_grad=False,
-            blocksize=self._block,
-            compress_statistics=False,
-            quant_type=self._kind,
-            module=layer,
-        ).to(linear.weight.device)
-        layer.bias = linear.bias
+        layer.weight, layer.quant_state, layer.bias = weight, weight.quant_state, linear.bias
         # The kernel of these processors computes in bf16 whatever the model's dtype is.
         layer.support_avx512bf16_for_cpu = False
         assert isinstance(layer, nn.Module)
@@ -223,6 +288,42 @@ class FourBit:
     def check_input(self, name: str, layer: nn.Module, x: Tensor) -> None:
         """Nothing enters that the compute dtype cannot hold."""
 
+    def empty(self, linear: nn.Linear) -> nn.Module:
+        """Return a 4-bit layer with any codes."""
+        count, device = linear.weight.numel(), linear.weight.device
+        functional = self._bnb.functional
+        state = functional.QuantState(
+            absmax=torch.empty(math.ceil(count / self._block), device=device),
+            shape=linear.weight.shape,
+            code=functional.get_4bit_type(self._kind, device=device),
+            blocksize=self._block,
+            quant_type=self._kind,
+            dtype=linear.weight.dtype,
+        )
+        codes = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=device)
+        return self._layer(linear, self._weight(codes, quant_state=state, bnb_quantized=True))
+
+    def stored(self, name: str, layer: nn.Module) -> StoredLayer:
+        """Return packed codes and magnitudes of blocks; the code book and settings follow."""
+        weight: Any = layer.weight
+        tensors = {"weight": weight, "weight.absmax": weight.quant_state.absmax}
+        described = weight.quant_state.as_dict(packed=True)
+        constants = {f"weight.{key}": value for key, value in described.items() if key != "absmax"}
+        return StoredLayer(tensors, constants)
+
+    def filled_(self, layer: nn.Module) -> Complaint | None:
+        """Find magnitudes that no block has; each of the 16 codes means something."""
+        weight: Any = layer.weight
+        if not _are_magnitudes(weight.quant_state.absmax):
+            return Complaint("weight.absmax", "a largest magnitude that is negative or not finite")
+        return None
+
+    def compute_in_(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Look weights up in another dtype."""
+        weight: Any = layer.weight
+        weight.quant_state.dtype = dtype
+        layer.compute_dtype = dtype  # type: ignore[assignment]  # no Tensor, no Module
+
 
 def _int8_state(layer: nn.Module) -> tuple[Tensor, Tensor]:
     """Return codes [N, K] and largest magnitudes [N] of an int8 layer."""
@@ -231,6 +332,10 @@ def _int8_state(layer: nn.Module) -> tuple[Tensor, Tensor]:
     assert isinstance(codes_NK, Tensor)
     assert isinstance(largest_N, Tensor)
     return codes_NK, largest_N
+
+
+def _are_magnitudes(values: Tensor) -> bool:
+    return bool((torch.isfinite(values) & (values >= 0)).all())
 
 
 def _library() -> ModuleType:

@@ -19,6 +19,9 @@ from oasis_eval.quant.coverage import report
 from oasis_eval.quant.effects import Changed, Original, check_effect, check_undo
 from oasis_eval.quant.integer_inputs import IntegerInput, RowCodes, StaticCodes, largest_code
 from oasis_eval.quant.integer_layers import (
+    CODES,
+    RANGE,
+    SCALE,
     IntegerSession,
     IntegerState,
     become_integer_,
@@ -26,8 +29,9 @@ from oasis_eval.quant.integer_layers import (
     integer_layers,
 )
 from oasis_eval.quant.kernels import Kernel, choose
-from oasis_eval.quant.packing import Layout, StoredWeight, layout_of, store, values
+from oasis_eval.quant.packing import Layout, StoredWeight, empty, layout_of, store, values
 from oasis_eval.quant.primitives import Range
+from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.targets import Selection, Target, select
 from oasis_eval.quant.weights import WeightCodes, encode
 from oasis_eval.record import Coverage
@@ -62,6 +66,22 @@ class TorchBackend:
             raise
         return applied
 
+    def empty_(self, model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> IntegerApplied:
+        """Put integer layers with any codes in; see `backends.StoringBackend.empty_`."""
+        selection = select(model, scheme)
+        kernel = kernel_for(scheme, next(model.parameters()).device)
+        coverage = noted(report(scheme, selection, list(model.parameters())), scheme, kernel)
+        applied = IntegerApplied(scheme=scheme, coverage=coverage, weights_changed=True)
+        stored: dict[int, StoredWeight] = {}
+        weights = [target.weight for target in selection.targets]  # so that ids stay theirs
+        for target, weight in zip(selection.targets, weights, strict=True):
+            state = state_for(target, scheme, applied.session)
+            if id(weight) not in stored:
+                stored[id(weight)] = empty(state.layout, weight.device)
+            span = torch.empty(2, device=weight.device) if scheme.is_static else None
+            become_integer_(target.module, state, stored[id(weight)], span)
+        return applied
+
 
 @dataclass(slots=True, kw_only=True)
 class IntegerApplied:
@@ -69,6 +89,8 @@ class IntegerApplied:
 
     scheme: QuantScheme
     coverage: Coverage
+    notes: tuple[str, ...] = ()
+    """See `backends.Storable`."""
     session: IntegerSession = field(default_factory=IntegerSession)
     weights_changed: bool = False
     originals: list[Original] = field(default_factory=list)
@@ -83,12 +105,13 @@ class IntegerApplied:
             QuantizationError: No weight and no activation changed, or no quantized layer ran.
         """
         covered = [item.module for item in self.coverage.modules if item.quantized]
-        return check_effect(
+        effect = check_effect(
             self.scheme,
             covered,
             self.session.called,
             Changed(self.weights_changed, self.session.activation_changed),
         )
+        return (*effect, *self.notes)
 
     def undo(self) -> None:
         """Restore the model bit for bit.
@@ -130,6 +153,26 @@ class IntegerApplied:
             raise QuantizationError(
                 f"scheme {self.scheme.name!r}: no weight was changed by quantization"
             )
+
+    def stored(self, model: nn.Module) -> dict[str, StoredLayer]:
+        """Return what a checkpoint holds of each layer; see `backends.Storable`."""
+        return {
+            name: StoredLayer({key: t for key, t in layer._buffers.items() if t is not None}, {})
+            for name, layer in integer_layers(model).items()
+        }
+
+    def filled_(self, model: nn.Module) -> str | None:
+        """Find codes, scales and ranges that no quantizer makes; see `backends.Storable`."""
+        for name, layer in integer_layers(model).items():
+            codes, scale = layer.stored.codes, layer.stored.scale
+            span = layer.input_range
+            if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+                return f"{name}.{SCALE} holds a scale that is not a positive number"
+            if codes.dtype == torch.int8 and bool((codes == -128).any()):
+                return f"{name}.{CODES} holds code -128, and symmetric codes end at -127"
+            if span is not None and not bool(torch.isfinite(span).all() and span[0] <= span[1]):
+                return f"{name}.{RANGE} holds the range {span.tolist()}"
+        return None
 
     def compute_in_(self, model: nn.Module, dtype: torch.dtype) -> None:
         """Expect activations of another dtype, after the rest of the model was cast to it."""

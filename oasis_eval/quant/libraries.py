@@ -7,9 +7,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+from collections.abc import Mapping
+from types import MappingProxyType
 
-from oasis_eval.spec import QuantScheme, Region
+from oasis_eval.spec import Backend, QuantScheme, Region
 
+PACKAGES: Mapping[Backend, str] = MappingProxyType(
+    {"bitsandbytes": "bitsandbytes", "quanto": "optimum-quanto", "torchao": "torchao"}
+)
+"""What each backend that is another library is called by pip."""
 _BITSANDBYTES_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 _QUANTO_GROUP = 128
 _QUANTO_MOMENTUM = 0.9

@@ -85,6 +85,17 @@ def layout_of(fmt: TensorFormat, num_outputs: int, num_inputs: int) -> Layout:
     )
 
 
+def empty(layout: Layout, device: torch.device) -> StoredWeight:
+    """Return a weight whose codes, scales and zero points are yet to be filled."""
+    return StoredWeight(
+        codes=torch.empty(layout.code_shape, dtype=layout.code_dtype, device=device),
+        scale=torch.empty(layout.scale_shape, device=device),
+        zero_point=None
+        if layout.symmetric
+        else torch.empty(layout.scale_shape, dtype=torch.uint8, device=device),
+    )
+
+
 def pack_nibbles(levels_NK: Tensor) -> Tensor:
     """Put two levels 0..15 into each byte.
 

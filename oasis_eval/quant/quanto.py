@@ -14,13 +14,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from oasis_eval.errors import MissingExtraError, QuantizationError
+from oasis_eval.errors import MissingExtraError, QuantizationError, UnsupportedSchemeError
 from oasis_eval.quant.calibrate import Batch
-from oasis_eval.quant.replacement import Facts, LibraryApplied, check_product, replace_
+from oasis_eval.quant.replacement import (
+    Complaint,
+    Facts,
+    LibraryApplied,
+    cast_refused,
+    check_product,
+    replace_,
+    replace_empty_,
+)
+from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.weights import WeightCodes
 from oasis_eval.record import ModuleCoverage
 from oasis_eval.spec import QuantScheme
@@ -62,6 +72,17 @@ class QuantoBackend:
                 raise
         return applied
 
+    def empty_(self, model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> LibraryApplied:
+        """Put layers with any codes in; see `backends.StoringBackend.empty_`.
+
+        Raises:
+            MissingExtraError: optimum-quanto is not installed.
+        """
+        quanto = _library()
+        if scheme.activations is not None:
+            check_product("optimum-quanto", _product)
+        return replace_empty_(model, scheme, QuantoLayers(quanto, scheme), dtype)
+
 
 class QuantoLayers:
     """`QLinear` for a Linear."""
@@ -77,12 +98,17 @@ class QuantoLayers:
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """Return the quantized layer of a Linear, its weight frozen."""
+        layer = self._layer(linear)
+        layer.freeze()
+        assert isinstance(layer, nn.Module)
+        return layer
+
+    def _layer(self, linear: nn.Linear) -> Any:
+        """Return a layer that is not quantized yet."""
         layer = self._quanto.QLinear.from_module(
             linear, weights=self._weights, activations=self._activations
         )
         layer.disable_output_quantization()
-        layer.freeze()
-        assert isinstance(layer, nn.Module)
         return layer
 
     def facts(self, name: str, layer: nn.Module) -> Facts:
@@ -93,7 +119,10 @@ class QuantoLayers:
                 f"{name}: optimum-quanto did not quantize it (weight {type(weight).__name__})"
             )
         bits = weight.qtype.bits
-        tensors = [weight._scale, *([weight._shift] if bits == 4 else [])]
+        # Scale and offset are one tensor where the library packs for a kernel: in bf16 with groups
+        # of 128, on CUDA also in fp16.
+        names = ("_scale", "_shift", "_scale_shift")
+        tensors = [getattr(weight, key) for key in names if hasattr(weight, key)]
         group = weight._group_size if bits == 4 else None
         width = weight.shape[-1]
         notes = ["codes 0 to 15 and a floating-point offset"] if bits == 4 else []
@@ -129,6 +158,66 @@ class QuantoLayers:
             raise QuantizationError(
                 f"{name}: an input is not finite, and optimum-quanto would make an integer of it"
             )
+
+    def empty(self, linear: nn.Linear) -> nn.Module:
+        """Return a layer with any codes and scales."""
+        layer = self._layer(linear)
+        weight = linear.weight
+        (num_outputs, num_inputs), group = weight.shape, layer.weight_group_size or weight.shape[1]
+        grouped = (num_outputs * num_inputs // group, group)  # a row a scale
+        is_int4 = self._weights.bits == 4
+        rows = (grouped[0] + 1) // 2 if is_int4 else grouped[0]
+        codes = torch.empty(
+            rows, group, dtype=torch.uint8 if is_int4 else torch.int8, device=weight.device
+        )
+        scales = [weight.new_empty(grouped[0], 1) for _ in range(2 if is_int4 else 1)]
+        shape = (weight.size(), weight.stride())
+        if is_int4:
+            from optimum.quanto.tensor.packed import PackedTensor
+
+            packed = PackedTensor(codes, 4, torch.Size(grouped), (group, 1))
+            quantized = self._quanto.WeightQBitsTensor(
+                self._weights, 0, layer.weight_group_size, *shape, packed, *scales
+            )
+        else:
+            quantized = self._quanto.WeightQBytesTensor(
+                self._weights, 0, *shape, codes, *scales, self._activations
+            )
+        layer.weight = nn.Parameter(quantized, requires_grad=False)
+        assert isinstance(layer, nn.Module)
+        return layer
+
+    def stored(self, name: str, layer: nn.Module) -> StoredLayer:
+        """Return codes and scales of the weight, and the scales of inputs and outputs."""
+        weight: Any = layer.weight
+        if type(weight) not in (self._quanto.WeightQBytesTensor, self._quanto.WeightQBitsTensor):
+            raise UnsupportedSchemeError(
+                f"{name}: optimum-quanto has packed it for a kernel ({type(weight).__name__}) and "
+                "does not give back what it was; use another --dtype"
+            )
+        tensors: dict[str, Tensor] = {}
+        weight.save_to_state_dict(tensors, "weight.", True)
+        scales = {key: layer.get_buffer(key) for key in ("input_scale", "output_scale")}
+        return StoredLayer(tensors | scales, {})
+
+    def filled_(self, layer: nn.Module) -> Complaint | None:
+        """Find scales that no calibration makes, and a range that is still unset."""
+        for key, value in self.stored("", layer).tensors.items():
+            is_number = bool(torch.isfinite(value).all()) if value.is_floating_point() else True
+            if not is_number or (key.endswith("scale") and bool((value < 0).any())):
+                return Complaint(key, "a scale that is negative or not finite")
+        if _is_unset(layer) != (self._activations is None):
+            what = "is for calibrated inputs" if self._activations is None else "was not calibrated"
+            return Complaint(
+                "input_scale", f"{layer.get_buffer('input_scale').item():g}, which {what}"
+            )
+        return None
+
+    def compute_in_(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Refuse another dtype than that of the scales, which decides what comes out."""
+        weight: Any = layer.weight
+        if weight.dtype != dtype:
+            raise cast_refused(self.name, weight.dtype, dtype)
 
 
 def _calibrate(

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from oasis_eval.errors import QuantizationError
+from oasis_eval.errors import QuantizationError, UnsupportedSchemeError
 from oasis_eval.quant.coverage import COPY_NOTE, Layer, assemble, sizes
 from oasis_eval.quant.effects import Changed, check_effect, check_undo
+from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.targets import Target, select
 from oasis_eval.record import Coverage, ModuleCoverage
 from oasis_eval.spec import QuantScheme
@@ -39,10 +40,20 @@ class Facts(NamedTuple):
     """Bits of its codes, scales and offsets."""
 
 
+class Complaint(NamedTuple):
+    """A tensor of a stored layer that no quantizer makes."""
+
+    tensor: str
+    """Its name within the layer."""
+    found: str
+    """What it holds."""
+
+
 class Library(Protocol):
     """One library's way of quantizing a Linear."""
 
     name: str
+    """Of the distribution package."""
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """Return the library's layer for a Linear, which stays as it is.
@@ -72,6 +83,37 @@ class Library(Protocol):
         """
         ...
 
+    def empty(self, linear: nn.Linear) -> nn.Module:
+        """Return the layer that `convert` would, with any codes and scales."""
+        ...
+
+    def stored(self, name: str, layer: nn.Module) -> StoredLayer:
+        """Return what a file holds of a layer, under the names of the library's own state.
+
+        Raises:
+            UnsupportedSchemeError: The library cannot give it back as it is.
+        """
+        ...
+
+    def filled_(self, layer: nn.Module) -> Complaint | None:
+        """Take over the values that the tensors of `stored` were given.
+
+        Returns:
+            What no quantizer makes.
+        """
+        ...
+
+    def compute_in_(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Expect inputs of another dtype.
+
+        Raises:
+            UnsupportedSchemeError: The layer cannot be cast.
+        """
+        ...
+
+
+_Make = Callable[[str, nn.Linear], nn.Module]
+
 
 class _Place(NamedTuple):
     """Where a layer was replaced."""
@@ -90,6 +132,8 @@ class LibraryApplied:
     library: Library
     warnings: tuple[str, ...]
     """What holds for this scheme on any model."""
+    notes: tuple[str, ...] = ()
+    """See `backends.Storable`."""
     layers: dict[str, nn.Module] = field(default_factory=dict)
     """The library's layers, by name."""
     called: set[str] = field(default_factory=set)
@@ -105,8 +149,14 @@ class LibraryApplied:
         assert self._coverage is not None
         return self._coverage
 
-    def attach_(self, model: nn.Module, *, keep_reference: bool) -> None:
-        """Replace the layers that the scheme covers."""
+    def attach_(self, model: nn.Module, make: _Make, *, keep_reference: bool) -> None:
+        """Replace the layers that the scheme covers.
+
+        Args:
+            model: Has them.
+            make: Makes the library's layer from a layer's name and Linear.
+            keep_reference: Whether the original layers are kept.
+        """
         selection = select(model, self.scheme)
         before = sizes(model.parameters())
         weights = [id(target.weight) for target in selection.targets]
@@ -122,7 +172,7 @@ class LibraryApplied:
                     f"{target.name}: has hooks, which {self.library.name}'s layer in its place "
                     "would not have; set them after quantizing"
                 )
-            facts = self._replace(model, target, keep_reference=keep_reference)
+            facts = self._replace(model, target, make, keep_reference=keep_reference)
             layers.append(Layer(*facts, weight, target.is_copy))
         self._coverage = assemble(selection, layers, before)
         if self.scheme.activations is None and not self.weights_changed:
@@ -156,11 +206,31 @@ class LibraryApplied:
                 Changed(self.weights_changed, self.activation_changed),
             ),
             *self.warnings,
+            *self.notes,
         )
 
-    def _replace(self, model: nn.Module, target: Target, *, keep_reference: bool) -> Facts:
+    def stored(self, model: nn.Module) -> dict[str, StoredLayer]:
+        """Return what a checkpoint holds of each layer; see `backends.Storable`."""
+        return {name: self.library.stored(name, layer) for name, layer in self.layers.items()}
+
+    def filled_(self, model: nn.Module) -> str | None:
+        """Take over what was read; see `backends.Storable`."""
+        for name, layer in self.layers.items():
+            complaint = self.library.filled_(layer)
+            if complaint is not None:
+                return f"{name}.{complaint.tensor} holds {complaint.found}"
+        return None
+
+    def compute_in_(self, model: nn.Module, dtype: torch.dtype) -> None:
+        """Expect activations of another dtype; see `backends.Storable`."""
+        for layer in self.layers.values():
+            self.library.compute_in_(layer, dtype)
+
+    def _replace(
+        self, model: nn.Module, target: Target, make: _Make, *, keep_reference: bool
+    ) -> Facts:
         linear = _as_linear(target)
-        layer = self.library.convert(target.name, linear)
+        layer = make(target.name, linear)
         layer.train(target.module.training)
         facts = self.library.facts(target.name, layer)
         if not self.weights_changed:
@@ -229,11 +299,41 @@ def replace_(
     """
     applied = LibraryApplied(scheme=scheme, library=library, warnings=warnings)
     try:
-        applied.attach_(model, keep_reference=keep_reference)
+        applied.attach_(model, library.convert, keep_reference=keep_reference)
     except BaseException:
         applied.detach_()
         raise
     return applied
+
+
+def replace_empty_(
+    model: nn.Module,
+    scheme: QuantScheme,
+    library: Library,
+    dtype: torch.dtype,
+    *,
+    warnings: tuple[str, ...] = (),
+) -> LibraryApplied:
+    """Put a library's layers with any values in; see `backends.StoringBackend.empty_`."""
+
+    def make(name: str, linear: nn.Linear) -> nn.Module:
+        return library.empty(linear.to(dtype))
+
+    applied = LibraryApplied(
+        scheme=scheme, library=library, warnings=warnings, weights_changed=True
+    )
+    applied.attach_(model, make, keep_reference=False)
+    return applied
+
+
+def cast_refused(library: str, stored: torch.dtype, asked: torch.dtype) -> UnsupportedSchemeError:
+    """Return the refusal to compute in another dtype than layers were quantized in."""
+    names = [str(dtype).removeprefix("torch.") for dtype in (stored, asked)]
+    short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}.get(names[0], names[0])
+    return UnsupportedSchemeError(
+        f"{library} quantized these layers in {names[0]} and cannot run them in {names[1]}; give "
+        f"--dtype {short}"
+    )
 
 
 def check_product(library: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:

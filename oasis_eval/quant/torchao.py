@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from oasis_eval.errors import MissingExtraError, QuantizationError
 from oasis_eval.quant.calibrate import Batch
-from oasis_eval.quant.replacement import Facts, LibraryApplied, check_product, replace_
+from oasis_eval.quant.replacement import (
+    Complaint,
+    Facts,
+    LibraryApplied,
+    cast_refused,
+    check_product,
+    replace_,
+    replace_empty_,
+)
+from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.weights import WeightCodes
 from oasis_eval.record import ModuleCoverage
 from oasis_eval.spec import QuantScheme
@@ -46,6 +55,16 @@ class TorchaoBackend:
         check_product("torchao", _product)
         return replace_(model, scheme, library, keep_reference=keep_reference)
 
+    def empty_(self, model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> LibraryApplied:
+        """Put layers with any codes in; see `backends.StoringBackend.empty_`.
+
+        Raises:
+            MissingExtraError: torchao is not installed.
+        """
+        library = DynamicEightBit(_library())
+        check_product("torchao", _product)
+        return replace_empty_(model, scheme, library, dtype)
+
 
 class _Library(NamedTuple):
     """What is used of torchao."""
@@ -71,10 +90,13 @@ class DynamicEightBit:
                 f"{name}: {int(lost.sum())} of {len(lost)} weight rows need a scale below "
                 f"{_SMALLEST_SCALE:.2g}, torchao's smallest; use backend 'fake' or 'torch'"
             )
+        return self._layer(linear, linear.weight)
+
+    def _layer(self, linear: nn.Linear, weight: Tensor) -> nn.Module:
         layer = nn.Linear(
             linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
         )
-        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), linear.bias
         self._library.quantize_(nn.ModuleList([layer]), self._library.configuration)
         return layer
 
@@ -109,6 +131,30 @@ class DynamicEightBit:
 
     def check_input(self, name: str, layer: nn.Module, x: Tensor) -> None:
         """A non-finite token has a non-finite scale and comes out as NaN."""
+
+    def empty(self, linear: nn.Linear) -> nn.Module:
+        """Return a layer with any codes and scales: the library's own, of a weight of zeros."""
+        return self._layer(linear, torch.zeros_like(linear.weight))
+
+    def stored(self, name: str, layer: nn.Module) -> StoredLayer:
+        """Return codes and scales; the zero points of a symmetric weight are constants."""
+        weight: Any = layer.weight
+        points = {} if weight.zero_point is None else {"weight.zero_point": weight.zero_point}
+        tensors = {"weight.qdata": weight.qdata, "weight.scale": weight.scale}
+        return StoredLayer(tensors, points)
+
+    def filled_(self, layer: nn.Module) -> Complaint | None:
+        """Find scales that the library does not make."""
+        weight: Any = layer.weight
+        if not bool((torch.isfinite(weight.scale) & (weight.scale > 0)).all()):
+            return Complaint("weight.scale", "a scale that is not a positive number")
+        return None
+
+    def compute_in_(self, layer: nn.Module, dtype: torch.dtype) -> None:
+        """Refuse another dtype than that of the weight that was quantized."""
+        weight: Any = layer.weight
+        if weight.dtype != dtype:
+            raise cast_refused(self.name, weight.dtype, dtype)
 
 
 def _product(first_MK: Tensor, second_NK: Tensor) -> Tensor:

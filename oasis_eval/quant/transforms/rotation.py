@@ -141,6 +141,11 @@ class RotatedInput:
         self._memory = memory
         self._inverse = inverse
 
+    @property
+    def described(self) -> tuple[int, bool]:
+        """Width of the rotation, and whether it is taken back instead of made."""
+        return self._rotation.width, self._inverse
+
     def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the arguments with the first one rotated."""
         x, *rest = args

@@ -19,7 +19,7 @@ Dimensions: D width, N outputs, K inputs of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
 import torch
@@ -31,6 +31,7 @@ from oasis_eval.quant.transforms.edits import Edits, matrix_of, shape_of, wide
 from oasis_eval.quant.transforms.rotation import OnlineInput, RotatedInput, Rotation, Rotations
 from oasis_eval.quant.transforms.structure import (
     ResidualStream,
+    SlicedReader,
     UnknownStructureError,
     residual_stream,
 )
@@ -74,9 +75,30 @@ def rotate_(model: nn.Module, spec: Hadamard, selection: Selection, edits: Edits
         return Rotated(False, notes + rotations.notes() + _unrotated(layers, rotations))
     notes = _rotate_stream(stream, rotations, edits)
     if spec.online:
-        online = {name: layer for name, layer in stream.writers.items() if name in layers}
-        _rotate_inputs(online, rotations, edits)
+        _rotate_inputs(_writers(stream, layers), rotations, edits)
     return Rotated(True, notes + rotations.notes())
+
+
+def rotate_inputs_(model: nn.Module, spec: Hadamard, selection: Selection) -> None:
+    """Rotate in the forward pass what `rotate_` does, of a model whose weights are rotated already.
+
+    Args:
+        model: Of the architecture that was rotated; its weights do not matter and are left alone.
+        spec: As for `rotate_`.
+        selection: As for `rotate_`.
+    """
+    rotations = Rotations(spec.seed)
+    layers = {target.name: target.module for target in selection.targets}
+    try:
+        stream = residual_stream(model)
+    except UnknownStructureError:
+        chosen: Mapping[str, nn.Module] = layers
+    else:
+        chosen = _writers(stream, layers) if spec.online else {}
+        for sliced, hook in _sliced_hooks(stream, rotations):
+            sliced.module.register_forward_pre_hook(hook)
+    for layer, _, hook in _input_hooks(chosen, rotations):
+        layer.register_forward_pre_hook(hook)
 
 
 def _rotate_stream(stream: ResidualStream, rotations: Rotations, edits: Edits) -> list[str]:
@@ -92,11 +114,10 @@ def _rotate_stream(stream: ResidualStream, rotations: Rotations, edits: Edits) -
         edits.set_matrix(writer, rotation.apply(matrix_of(writer).T).T)
         if writer.bias is not None:
             edits.set_parameter(writer, "bias", rotation.apply(wide(writer.bias)))
-    for sliced in stream.sliced:
+    for sliced, hook in _sliced_hooks(stream, rotations):
         gains = sliced.norm.gain_D.split([head.in_features for head in sliced.heads])
         for layer, gain in zip(sliced.heads, gains, strict=True):
             edits.set_matrix(layer, matrix_of(layer) * gain)
-        hook = RotatedInput(rotation, None, inverse=True)
         edits.add_hook(sliced.module.register_forward_pre_hook(hook))
     for router in stream.queries:
         _rotate_query(router, rotation, edits)
@@ -119,13 +140,34 @@ def _rotate_query(router: nn.Module, rotation: Rotation, edits: Edits) -> None:
 
 def _rotate_inputs(layers: Mapping[str, nn.Module], rotations: Rotations, edits: Edits) -> None:
     """Rotate the inputs of layers in the forward pass, and their weights to match."""
+    for layer, rotation, hook in _input_hooks(layers, rotations):
+        edits.set_matrix(layer, rotation.apply(matrix_of(layer)))
+        edits.add_hook(layer.register_forward_pre_hook(hook))
+
+
+def _input_hooks(
+    layers: Mapping[str, nn.Module], rotations: Rotations
+) -> Iterator[tuple[nn.Module, Rotation, RotatedInput]]:
+    """Yield the layers whose inputs are rotated in the forward pass, and how."""
     memory = OnlineInput()
     for layer in layers.values():
         rotation = rotations.of(shape_of(layer)[1])
-        if rotation.blocks.size == 1:
-            continue
-        edits.set_matrix(layer, rotation.apply(matrix_of(layer)))
-        edits.add_hook(layer.register_forward_pre_hook(RotatedInput(rotation, memory)))
+        if rotation.blocks.size > 1:
+            yield layer, rotation, RotatedInput(rotation, memory)
+
+
+def _sliced_hooks(
+    stream: ResidualStream, rotations: Rotations
+) -> Iterator[tuple[SlicedReader, RotatedInput]]:
+    """Yield the gates that read slices of the stream, and what takes its rotation back there."""
+    rotation = rotations.of(stream.embedding.embedding_dim)
+    for sliced in stream.sliced:
+        yield sliced, RotatedInput(rotation, None, inverse=True)
+
+
+def _writers(stream: ResidualStream, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the quantized ones of the layers that write to the stream."""
+    return {name: layer for name, layer in stream.writers.items() if name in layers}
 
 
 def _unrotated(layers: Mapping[str, nn.Module], rotations: Rotations) -> list[str]:

@@ -6,6 +6,7 @@ a cell that fails becomes a record while the others go on. One load serves every
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from oasis_eval.prepared import PreparedModel
 
 Samples = list[dict[str, object]]
+_LEFTOVER = re.compile(r"\.([0-9a-f]{64})\.(json|samples\.jsonl)\..*\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,9 @@ class Observer:
 
     def loading(self, cell: Cell) -> None:
         """A checkpoint is about to be loaded, for this cell and others."""
+
+    def preparing(self, cell: Cell) -> None:
+        """A scheme is about to be put on the model, for this cell and others."""
 
     def started(self, cell: Cell) -> None:
         """A cell is about to be measured."""
@@ -108,25 +113,30 @@ class Runner:
             queue = [group for group in held if group]
             if not queue or not wait:
                 return [cell for group in queue for cell in group]
-            self._locks.wait(self._key(queue[0][0]))
+            self.wait(queue[0][0])
 
-    def stored(self, cell: Cell) -> RunRecord | None:
-        """Return the cell's record if it needs no run.
+    def forget_failure(self, cell: Cell) -> None:
+        """Remove the record of a cell that failed, unless another process is at it."""
+        key = self._key(cell)
+        if not self._locks.claim(key):
+            return
+        record = find_record(self._out, cell)
+        if record is not None and record.status == "failed":
+            (self._out / f"{record.key}.json").unlink(missing_ok=True)
+        self._locks.release(key)
 
-        Raises:
-            RecordError: The record is damaged.
-        """
-        if cell.data is None:
-            return None
-        # A record with diagnostics has the scores too.
-        other = cell.key_with(diagnostics=not is_question(cell.spec.task))
-        for key in dict.fromkeys((self._key(cell), other)):
-            path = self._out / f"{key}.json"
-            if path.exists():
-                record = read_record(path)
-                if record.status != "failed" or not self._rules.retry_failed:
-                    return record
-        return None
+    def remove_leftovers(self) -> None:
+        """Remove files that a process was writing when it was killed."""
+        for file in self._out.glob(".*.tmp"):
+            match = _LEFTOVER.match(file.name)
+            if match is not None and self._locks.claim(match[1]):
+                file.unlink(missing_ok=True)
+                self._locks.release(match[1])
+
+    def wait(self, cell: Cell) -> None:
+        """Return once no other process works on a cell."""
+        self._locks.take(self._key(cell))
+        self._locks.release(self._key(cell))
 
     def fail(self, cell: Cell, error: Exception) -> None:
         """Store the failure of a cell.
@@ -134,7 +144,7 @@ class Runner:
         Raises:
             OutputError: It cannot be written.
         """
-        self._store(cell, cell.failed_record(error), [])
+        self._store_alone(cell, cell.failed_record(error))
 
     def _key(self, cell: Cell) -> str:
         if id(cell) not in self._keys:
@@ -175,7 +185,9 @@ class Runner:
                 self._observer.lost([*todo, *later], error)
                 break
             except Exception as error:  # noqa: BLE001 - one bad checkpoint must not end the grid
-                for cell in [*todo, *later]:
+                for cell in todo:
+                    self._store(cell, cell.failed_record(error), [])
+                for cell in later:
                     self.fail(cell, error)
                 break
             finally:
@@ -187,15 +199,15 @@ class Runner:
         """Do what needs no model; False where the cell has to be measured."""
         if cell.problem is None:
             try:
-                record = self.stored(cell)
+                record = find_record(self._out, cell)
             except RecordError as error:
                 self._observer.lost([cell], error)
                 return True
-            if record is not None:
+            if record is not None and not (self._rules.retry_failed and record.status == "failed"):
                 self._observer.finished(cell, record, reused=True)
                 return True
         if cell.unsupported is not None:
-            self._store(cell, cell.unsupported_record(), [])
+            self._store_alone(cell, cell.unsupported_record())
         elif cell.problem is not None:
             self.fail(cell, cell.problem)
         return not cell.can_run
@@ -238,12 +250,13 @@ class Runner:
             last=last,
         )
         undo, left = ExitStack(), list(cells)
+        self._observer.preparing(cells[0])
         try:
             with time_limit(self._rules.cell_seconds):
                 prepared = undo.enter_context(block)
         except Exception as error:  # noqa: BLE001 - one bad scheme must not end the grid
             for cell in left:
-                self.fail(cell, error)
+                self._store(cell, cell.failed_record(error), [])
             return [] if last or isinstance(error, TimeLimitError) else None
         is_sound = not last
         try:
@@ -252,7 +265,8 @@ class Runner:
                     result = self._measure(prepared, left[0])
                     if isinstance(result, TimeLimitError):
                         is_sound = False
-                        self.fail(left.pop(0), result)
+                        failed = left.pop(0)
+                        self._store(failed, failed.failed_record(result), [])
                         break
                     self._store(left.pop(0), *result)
         except QuantizationError:  # the scheme could not be taken off; what was measured stands
@@ -323,6 +337,12 @@ class Runner:
         )
         return record, outcome.samples
 
+    def _store_alone(self, cell: Cell, record: RunRecord) -> None:
+        """Store a record of a cell whose lock is not held."""
+        self._locks.take(self._key(cell))
+        self._store(cell, record, [])
+        self._locks.release(self._key(cell))
+
     def _store(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
         """Write samples first, then the record that makes them count."""
         if samples:
@@ -337,6 +357,27 @@ class Runner:
             for suffix in (".json", ".samples.jsonl"):
                 (self._out / f"{plain}{suffix}").unlink(missing_ok=True)
         self._observer.finished(cell, record, reused=False)
+
+
+def find_record(out: Path, cell: Cell) -> RunRecord | None:
+    """Return the cell's record in a folder, whatever its status; one with numbers if there is one.
+
+    Raises:
+        RecordError: The record is damaged.
+    """
+    if cell.data is None:
+        return None
+    # A record with diagnostics has the scores too.
+    other = cell.key_with(diagnostics=not is_question(cell.spec.task))
+    failed = None
+    for key in dict.fromkeys((cell.key, other)):
+        path = out / f"{key}.json"
+        if path.exists():
+            record = read_record(path)
+            if record.status != "failed":
+                return record
+            failed = failed or record
+    return failed
 
 
 def _diagnose(prepared: PreparedModel, cell: Cell, batch_size: int) -> Diagnostics:

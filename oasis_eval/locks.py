@@ -42,14 +42,13 @@ class CellLocks:
         """Take a cell's lock; False where another process has it."""
         return self._lock(key, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
+    def take(self, key: str) -> None:
+        """Take a cell's lock, once no other process has it."""
+        self._lock(key, fcntl.LOCK_EX)
+
     def release(self, key: str) -> None:
         """Let others have the cell."""
         self._lock(key, fcntl.LOCK_UN)
-
-    def wait(self, key: str) -> None:
-        """Return once no other process has the cell."""
-        self._lock(key, fcntl.LOCK_EX)
-        self.release(key)
 
     def close(self) -> None:
         """Drop every lock."""

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from oasis_eval import __version__
-from oasis_eval.cli import catalogue, measuring, quantized, reporting, tables, training
+from oasis_eval.cli import (
+    catalogue,
+    drawing,
+    measuring,
+    quantized,
+    reporting,
+    sweeping,
+    tables,
+    training,
+)
 from oasis_eval.cli.output import say
 from oasis_eval.errors import OasisError
 
@@ -44,9 +53,11 @@ def _options(
 
 
 app.command()(measuring.evaluate)
+app.command()(sweeping.sweep)
 app.command()(tables.table)
 app.command()(tables.compare)
 app.command()(reporting.report)
+app.command()(drawing.figures)
 app.command(name="import")(tables.import_)
 app.command()(catalogue.models)
 app.command()(catalogue.tasks)
@@ -63,6 +74,7 @@ app.command()(quantized.quantize)
 app.command()(quantized.parity)
 app.command()(training.train)
 app.command()(measuring.diagnose)
+app.command()(drawing.attention)
 app.command()(measuring.demo)
 
 

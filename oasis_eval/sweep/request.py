@@ -1,0 +1,69 @@
+"""Cells as text, for processes that are to run them."""
+
+from __future__ import annotations
+
+from oasis_eval.cells import Cell
+from oasis_eval.parsing import Spec
+from oasis_eval.plan import Texts
+from oasis_eval.quant.support import unsupported
+from oasis_eval.spec import ModelCard, RunSpec
+
+
+class CellRequest(Spec):
+    """One cell, as far as it is known without its texts."""
+
+    spec: RunSpec
+    card: ModelCard
+    fewshot_file: str | None
+    calibration_file: str | None
+    digest: str | None
+    """Of the checkpoint, which is compared with what is loaded."""
+
+    @classmethod
+    def of(cls, cell: Cell) -> CellRequest:
+        """Return the request for a cell."""
+        return cls(
+            spec=cell.spec,
+            card=cell.card,
+            fewshot_file=cell.fewshot_file,
+            calibration_file=cell.calibration_file,
+            digest=cell.digest,
+        )
+
+    def cell(self, texts: Texts) -> Cell:
+        """Return the cell with its texts."""
+        cell = Cell(
+            self.spec,
+            self.card,
+            unsupported=unsupported(self.spec.scheme),
+            digest=self.digest,
+            fewshot_file=self.fewshot_file,
+            calibration_file=self.calibration_file,
+        )
+        texts.give(cell)
+        return cell
+
+
+class Work(Spec):
+    """What a worker is told, in one line of JSON."""
+
+    out: str
+    cell_seconds: float | None
+    num_threads: int
+    requests: tuple[CellRequest, ...]
+    first: int = 0
+    """Request whose model this worker begins with; it goes on with the others afterwards."""
+
+
+class Event(Spec):
+    """What a worker says, one line of JSON each."""
+
+    kind: str
+    """`loading`, `preparing`, `started`, `finished` or `lost`."""
+    cells: tuple[int, ...]
+    """Which requests."""
+    key: str = ""
+    """Of the record (`finished`)."""
+    reused: bool = False
+    reason: str = ""
+    """`lost`."""

@@ -170,6 +170,26 @@ class HeadSums:
             self._counts[name] = number_H.to(_wide(sum_H))
 
 
+def whole_map(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """Return the map of one layer, for a few heads of a short text.
+
+    Args:
+        call: With the heads that are wanted and no others.
+
+    Returns:
+        Weights on keys [B, H, T, S] and what goes to none of them [B, H, T], fp32.
+    """
+    batch, heads, num_queries, _ = call.query.shape
+    shape = (batch, heads, num_queries, call.key.shape[2])
+    weights_BHTS = torch.zeros(shape, device=call.query.device)
+    nulls = []
+    for tile in _tiles(call):
+        shares_BHRS, kept_BHR, null_BHR = _shares(call, tile.logits)
+        weights_BHTS[:, :, tile.rows, : len(tile.key)] = shares_BHRS * kept_BHR.unsqueeze(-1)
+        nulls.append(null_BHR)
+    return weights_BHTS, torch.cat(nulls, dim=-1)
+
+
 def largest_to_median(logits_NS: Tensor) -> Tensor:
     """Return the distance from the largest to the median entry of each row, hidden ones left out.
 

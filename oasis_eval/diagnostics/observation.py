@@ -45,9 +45,9 @@ class Observation:
             real_BT = attention_mask_BT = None
         self._real_BT = self.activations.real_BT = self.routing.real_BT = real_BT
         self.activations.num_sequences, self.activations.num_tokens = input_ids_BT.shape
-        backbone = _backbone(self._model)
+        model = backbone(self._model)
         try:
-            output = backbone(
+            output = model(
                 input_ids=input_ids_BT, attention_mask=attention_mask_BT, use_cache=False
             )
             self.activations.end_pass()
@@ -80,6 +80,7 @@ def observe(model: nn.Module) -> Iterator[Observation]:
         yield observation
 
 
-def _backbone(model: Any) -> Any:
+def backbone(model: Any) -> Any:
+    """Return a causal LM without its head."""
     prefix = getattr(model, "base_model_prefix", "")
     return model._modules.get(prefix, model) if prefix else model

@@ -111,6 +111,7 @@ class RouterSums:
         self._count += num_tokens
         self._max_logit = max(self._max_logit, float(logits_NS.max()))
         self._add_pair("weight", "update_norm", share_NS, ratios_NS)
+        self._add_source("weight_raw", weights_NS)
 
     def add_psi(self, weights_NS: Tensor, psi_NS: Tensor) -> None:
         """Take in psi of the sources, where the router is coupled; after `add`."""
@@ -132,7 +133,7 @@ class RouterSums:
                 result[name] = value
         if self.beta is not None:
             result["beta"] = self.beta
-        for name in ("weight", "update_norm", "psi"):
+        for name in ("weight", "weight_raw", "update_norm", "psi"):
             if name in self._sources:
                 means_S = (self._sources[name] / self._count).tolist()
                 result |= {f"source.{i}.{name}": mean for i, mean in enumerate(means_S)}
@@ -141,8 +142,11 @@ class RouterSums:
     def _add_pair(self, x: str, y: str, x_NS: Tensor, y_NS: Tensor) -> None:
         products = {x: x_NS, y: y_NS, f"{x}^2": x_NS**2, f"{y}^2": y_NS**2, f"{x}*{y}": x_NS * y_NS}
         for name, product_NS in products.items():
-            sum_S = product_NS.sum(dim=0)
-            self._sources[name] = self._sources[name] + sum_S if name in self._sources else sum_S
+            self._add_source(name, product_NS)
+
+    def _add_source(self, name: str, values_NS: Tensor) -> None:
+        sum_S = values_NS.sum(dim=0)
+        self._sources[name] = self._sources[name] + sum_S if name in self._sources else sum_S
 
     def _correlation(self, x: str, y: str) -> float | None:
         """Return Pearson's r over all tokens and sources."""

@@ -1,0 +1,178 @@
+"""Which figures there are, and what a kind lacks that cannot be drawn."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from oasis_eval import attention_maps
+from oasis_eval.attention_maps import AttentionMaps
+from oasis_eval.errors import RecordError, UnknownNameError
+from oasis_eval.record import RunRecord, read_records
+from oasis_eval.report.figures import layers
+from oasis_eval.report.figures.attention import attention
+from oasis_eval.report.figures.perplexity import perplexity
+from oasis_eval.report.figures.style import Drawing, settings
+from oasis_eval.report.html.selection import Selection, select
+
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of figure that is drawn from records."""
+
+    draw: Callable[[Selection], Iterator[Drawing]]
+    needs: str
+    """What records must have."""
+    arguments: str
+    """Of `oasis-eval evaluate`, which measures that."""
+    can_have: Callable[[RunRecord], bool]
+    """Whether that command would change anything for a record that lacks it."""
+
+
+def _has_layers(record: RunRecord) -> bool:
+    return bool(record.layers)
+
+
+_DIAGNOSTICS = "diagnostics"
+KINDS: dict[str, Kind] = {
+    "perplexity": Kind(
+        perplexity,
+        "a perplexity under a scheme with bits",
+        "--scheme fp32,w8a8,w4a4",
+        lambda record: record.metric("token_perplexity") is not None,
+    ),
+    "outliers": Kind(layers.outliers, _DIAGNOSTICS, "--diagnostics", _has_layers),
+    "sink-mass": Kind(layers.sink_mass, _DIAGNOSTICS, "--diagnostics", _has_layers),
+    "null-mass": Kind(
+        layers.null_mass, "diagnostics of a model with a null", "--diagnostics", _has_layers
+    ),
+    "depth-routing": Kind(
+        layers.depth_routing,
+        "diagnostics of a model with depth routing",
+        "--diagnostics",
+        _has_layers,
+    ),
+}
+"""By the name that `--kind` takes."""
+ATTENTION = "attention"
+NAMES = (*KINDS, ATTENTION)
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What figures are drawn from."""
+
+    records: tuple[RunRecord, ...]
+    folders: tuple[Path, ...]
+    """Where samples lie."""
+    maps: tuple[AttentionMaps, ...]
+
+
+def read_sources(paths: Sequence[Path]) -> Sources:
+    """Read records (files or folders) and files of attention maps (`*.safetensors`).
+
+    Raises:
+        RecordError: A path does not exist or is neither.
+    """
+    files = [path for path in paths if path.suffix == attention_maps.SUFFIX]
+    others = [path for path in paths if path.suffix != attention_maps.SUFFIX]
+    for path in others:
+        if path.is_dir():
+            files += sorted(path.glob(f"*{attention_maps.SUFFIX}"))
+    return Sources(
+        records=tuple(read_records(others)),
+        folders=tuple(path if path.is_dir() else path.parent for path in others),
+        maps=tuple(attention_maps.read(path) for path in files),
+    )
+
+
+def draw(
+    sources: Sources, kinds: Sequence[str], *, where: Mapping[str, tuple[str, ...]]
+) -> tuple[list[Drawing], list[str]]:
+    """Draw kinds of figures.
+
+    Args:
+        sources: Records and maps.
+        kinds: Names; empty: all that can be drawn.
+        where: Filters on records, as those of a table.
+
+    Returns:
+        Figures, and for each kind that has none the reason with the command that would measure it.
+
+    Raises:
+        UnknownNameError: There is no such kind.
+        RecordError: There is nothing to draw from, or a kind that was asked for has no figure.
+    """
+    for name in kinds:
+        if name not in NAMES:
+            raise UnknownNameError("figure kind", name, NAMES)
+    if not sources.records and not sources.maps:
+        raise RecordError(
+            "no records and no attention maps: run 'oasis-eval evaluate MODEL' or 'oasis-eval "
+            "attention MODEL' first, or give the folder it wrote to"
+        )
+    drawings: list[Drawing] = []
+    lacking: list[str] = []
+    with settings():
+        selection = None
+        if sources.records:
+            selection = select(sources.records, where=where, folders=sources.folders)
+        possible = (*(KINDS if sources.records else ()), *([ATTENTION] if sources.maps else ()))
+        for name in kinds or possible:
+            found, missing = _draw_kind(name, selection, sources.maps)
+            drawings += found
+            lacking += missing
+            if kinds and not found:
+                raise RecordError(missing[0])
+    if not drawings:
+        raise RecordError(lacking[0])
+    return _with_own_names(drawings), lacking
+
+
+def _draw_kind(
+    name: str, selection: Selection | None, maps: Sequence[AttentionMaps]
+) -> tuple[list[Drawing], list[str]]:
+    if name == ATTENTION:
+        found = list(attention(maps))
+        hint = f"{name}: no attention maps; capture them: oasis-eval attention MODEL --out DIR"
+        return found, [] if found else [hint]
+    kind = KINDS[name]
+    if selection is None:
+        return [], [f"{name}: no records; measure: oasis-eval evaluate MODEL {kind.arguments}"]
+    found = list(kind.draw(selection))
+    finished = [record for record in selection.records if record.status == "ok"]
+    without = [record for record in finished if not kind.can_have(record)]
+    if found and not without:
+        return found, []
+    count = f"{len(without)} of {len(selection.records)} records"
+    if without:
+        return found, [f"{name}: {count} lack {kind.needs}; measure: {_command(without, kind)}"]
+    return found, [f"{name}: no record has {kind.needs}"]
+
+
+def _command(records: Sequence[RunRecord], kind: Kind) -> str:
+    """Return the call of `evaluate` that measures what the records lack."""
+    models = list(dict.fromkeys(record.spec.model for record in records))
+    tasks = list(dict.fromkeys(record.spec.task.name for record in records))
+    schemes = list(dict.fromkeys(record.spec.scheme.name for record in records))
+    words = ["oasis-eval", "evaluate", *models[:_MOST_NAMED]]
+    words += ["..."] if len(models) > _MOST_NAMED else []
+    words += ["--task", ",".join(tasks)]
+    if "--scheme" not in kind.arguments:
+        words += ["--scheme", ",".join(schemes)]
+    return f"{shlex.join(words)} {kind.arguments}"
+
+
+def _with_own_names(drawings: Sequence[Drawing]) -> list[Drawing]:
+    """Number figures whose names became one when they were made file names."""
+    seen: dict[str, int] = {}
+    result = []
+    for item in drawings:
+        seen[item.stem] = count = seen.get(item.stem, 0) + 1
+        stem = item.stem if count == 1 else f"{item.stem}--{count}"
+        result.append(item._replace(stem=stem))
+    return result

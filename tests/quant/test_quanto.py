@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from oasis_eval.errors import QuantizationError
+from oasis_eval.errors import QuantizationError, UnsupportedSchemeError
 from oasis_eval.quant.backends import quantize_
 from oasis_eval.quant.calibrate import Batch
 from oasis_eval.quant.ranges import fake_quantize_weight
 from oasis_eval.quant.replacement import LibraryApplied
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.quant.support import unsupported
-from tests.quant.conftest import build_llama, nll_of
+from tests.quant.conftest import build_llama, logits_of, nll_of
 from tests.quant.of_libraries import (
     CHANNEL,
     inputs,
@@ -134,6 +134,26 @@ def test_int4_of_quanto(ids_BT: Tensor, batches: list[Batch]) -> None:
     assert up.note == f"{down.note}; groups of 96, since 128 does not divide 192"
     torch.testing.assert_close(found, expected.flatten(-2), rtol=1e-4, atol=1e-5)
     assert math.isfinite(nll_of(model, ids_BT))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_int4_packed_for_a_kernel(ids_BT: Tensor) -> None:
+    """In bf16, groups of 128 are packed: reported and run like others, and not to be stored."""
+    model = build_llama(hidden_size=128, intermediate_size=256)
+    plain = logits_of(model, ids_BT)
+    applied = quantize(model.bfloat16(), "quanto-w4a16", [])
+    found = logits_of(model, ids_BT).float()
+    layer = applied.layers["model.layers.0.mlp.down_proj"]
+    coverage = {item.module: item for item in applied.coverage.modules}
+
+    assert type(layer.weight).__name__ == "TinyGemmWeightQBitsTensor"
+    assert coverage["model.layers.0.mlp.down_proj"].weight_group_size == 128
+    facts = applied.library.facts("down", layer)
+    assert facts.stored_bits == 128 * 256 * 4 + 2 * 16 * 128 * 2  # a scale and an offset a group
+    assert 0.2 < float((found - plain).norm() / plain.norm()) < 1
+    with pytest.raises(UnsupportedSchemeError, match=r"packed it for a kernel .* another --dtype"):
+        applied.stored(model)
 
 
 def test_outputs_are_refused() -> None:

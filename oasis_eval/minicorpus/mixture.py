@@ -18,10 +18,12 @@ from oasis_eval.minicorpus.problems import DEFAULT, Difficulty, problem
 from oasis_eval.minicorpus.stories import story
 
 Name = Literal["mini_ppl", "mini_gsm"]
-VERSION = 1
+VERSION = 2
 """Raised when the generated text changes, which changes every number that comes of it."""
 _MOST_STORIES = 2
 _MOST_PROBLEMS = 6
+_PASSAGE = (3, 14)
+"""Sentences that are told twice: few enough for both to stand in one training sequence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +33,19 @@ class Settings:
     problem_share: float = 0.5
     """Of the text, in characters; the rest are stories."""
     difficulty: Difficulty = DEFAULT
+    repeat_share: float = 0.0
+    """Of the documents that are stories; those are a passage told twice, word for word. Text that
+    comes again is what a small model learns to look things up from (Olsson et al., 2022)."""
 
     def __post_init__(self) -> None:
-        """Check the share.
+        """Check the shares.
 
         Raises:
-            SpecError: It is none.
+            SpecError: One of them is none.
         """
-        if not 0.0 <= self.problem_share <= 1.0:
-            raise SpecError(f"problem_share {self.problem_share}: expected 0 to 1")
+        for name in ("problem_share", "repeat_share"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise SpecError(f"{name} {getattr(self, name)}: expected 0 to 1")
 
 
 DEFAULTS = Settings()
@@ -83,8 +89,8 @@ def rows(name: Name, split: Split, seed: int, count: int) -> Iterator[dict[str, 
 def documents(split: Split, *, seed: int, settings: Settings = DEFAULTS) -> Iterator[str]:
     """Yield documents without end: some stories, or some problems as a prompt has them.
 
-    One or two stories, or one to six problems, stand in a document, two newlines between them as in
-    the text that is scored and in prompts with examples.
+    One or two stories, one to six problems, or a passage of a story and the same again stand in a
+    document, two newlines between them as in the text that is scored and in prompts with examples.
 
     Args:
         split: `train`, but for measuring what was learnt.
@@ -102,8 +108,19 @@ def documents(split: Split, *, seed: int, settings: Settings = DEFAULTS) -> Iter
         else:
             items = range(chance.between(1, _MOST_STORIES))
             text = "\n\n".join(story(chance, split) for _ in items)
+            if settings.repeat_share > 0.0 and chance.random() < settings.repeat_share:
+                text = _passage_twice(chance, text)
             told += len(text)
         yield text
+
+
+def _passage_twice(chance: Chance, text: str) -> str:
+    """Return some sentences of the first story of a text, two times."""
+    sentences = text.split("\n\n", maxsplit=1)[0].removesuffix(".").split(". ")
+    count = chance.between(*_PASSAGE)
+    first = chance.below(max(1, len(sentences) - count))
+    passage = ". ".join(sentences[first : first + count]) + "."
+    return f"{passage}\n\n{passage}"
 
 
 def _as_prompt(chance: Chance, split: Split, difficulty: Difficulty) -> str:

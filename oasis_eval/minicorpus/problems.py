@@ -115,6 +115,8 @@ _VERBS = (
     *(("+", verb) for verb in ("buys {} more", "finds {}", "gets {} more", "wins {}")),
     *(("-", verb) for verb in ("gives away {}", "loses {}", "sells {}", "uses {}")),
 )
+_ORDER = ("First", "Then", "Next", "After that")
+"""What happens is numbered, so that a working line finds its sentence by its first word."""
 
 
 class _Draft:
@@ -126,6 +128,7 @@ class _Draft:
         self.difficulty = difficulty
         self.sentences: list[str] = []
         self.working: list[str] = []
+        self.num_events = 0
         self.who, self.other = chance.some(PEOPLE, 2)
         self.what = chance.pick(COUNTED)
 
@@ -154,7 +157,7 @@ class _Draft:
         most_each = min(limits.largest_change, limits.largest_result // count)
         text = f"{self.who.name} has {count} {holder} with {{}} {self.what} each."
         each, _ = self._number([text], range(_SMALLEST_NUMBER, most_each + 1))
-        total = self._work(f"{self.who.subject} has {count} {holder} with {each}", count, "*", each)
+        total = self._work(f"{self.who.name} has {count} {holder} with {each}", count, "*", each)
         self._changes(self.who, total, steps - 1)
         self._ask(self.who)
 
@@ -164,36 +167,47 @@ class _Draft:
         sign, word = self.chance.pick((("+", "more"), ("-", "fewer")))
         text = f"{self.other.name} has {{}} {self.what} {word} than {self.who.name}."
         change, _ = self._number([text], self._room(total, sign))
-        self._work(f"{self.other.subject} has {change} {word}", total, sign, change)
+        self._work(f"{self.other.name} has {change} {word}", total, sign, change)
         self._ask(self.other)
 
     def _trade(self, steps: int) -> None:
         mine = self._start(self.who)
         mine = self._changes(self.who, mine, steps - 1)
+        before = [*self.working]
         theirs = self._start(self.other)
         room = self._room(theirs, "+")
-        text = f"{self.who.name} gives {{}} {self.what} to {self.other.name}."
+        said = f"{self._when()} {self.who.name} gives"
+        text = f"{said} {{}} {self.what} to {self.other.name}."
         given, _ = self._number([text], range(room.start, min(room.stop, mine + 1)))
         if self.chance.random() < 0.5:
-            self._work(f"{self.who.subject} gives {given}", mine, "-", given)
+            self.working = before  # what the other one has does not matter
+            self._work(f"{said} {given}", mine, "-", given)
             self._ask(self.who)
         else:
-            self.working.clear()  # what came before does not matter to the other one
-            self._work(f"{self.other.subject} gets {given}", theirs, "+", given)
+            self.working = self.working[len(before) :]
+            self._work(f"{said} {given}", theirs, "+", given)
             self._ask(self.other)
 
     # --- parts ------------------------------------------------------------------------------------
 
     def _start(self, who: Person) -> int:
         numbers = range(_SMALLEST_NUMBER, self.difficulty.largest_start + 1)
-        return self._number([f"{who.name} has {{}} {self.what}."], numbers)[0]
+        number, _ = self._number([f"{who.name} has {{}} {self.what}."], numbers)
+        self.working.append(f"{who.name} has {number}.")
+        return number
+
+    def _when(self) -> str:
+        """Return the word that the next event's sentence begins with."""
+        self.num_events += 1
+        return _ORDER[min(self.num_events, len(_ORDER)) - 1]
 
     def _changes(self, who: Person, total: int, count: int) -> int:
         left: list[tuple[str, str]] = []
         for _ in range(count):
             left = left or [*_VERBS]  # a verb comes again only when all have come
             sign, _ = self.chance.pick(left)
-            texts = {f"{who.subject} {verb} {self.what}.": verb for of, verb in left if of == sign}
+            said = f"{self._when()} {who.subject.lower()}"
+            texts = {f"{said} {verb} {self.what}.": verb for of, verb in left if of == sign}
             change, text = self._number([*texts], self._room(total, sign))
             left.remove((sign, texts[text]))
             total = self._work(text.partition("{}")[0] + str(change), total, sign, change)

@@ -57,14 +57,17 @@ class TextSource(Spec):
     max_tokens: int | None = Field(default=None, ge=1)
     """Tokens that are used, from the start; None: all. `mini`, which never ends, needs it."""
     problem_share: float | None = Field(default=None, ge=0.0, le=1.0)
-    """`mini`: part of the documents that are arithmetic problems, not stories."""
+    """`mini`: part of the text that is arithmetic problems, not stories."""
+    repeat_share: float | None = Field(default=None, ge=0.0, le=1.0)
+    """`mini`: part of the stories' documents that are a passage told twice."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.name == "mini" and self.max_tokens is None:
             raise ValueError("'mini' is generated without end: give 'max_tokens'")
-        if self.name != "mini" and self.problem_share is not None:
-            raise ValueError("'problem_share' goes with 'mini' and with nothing else")
+        for name in ("problem_share", "repeat_share"):
+            if self.name != "mini" and getattr(self, name) is not None:
+                raise ValueError(f"'{name}' goes with 'mini' and with nothing else")
         return self
 
 

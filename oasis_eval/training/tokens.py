@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -184,9 +184,8 @@ def _find(source: TextSource, data: Mapping[str, str]) -> _Text:
 
 
 def _generated(source: TextSource) -> _Text:
-    settings = mixture.DEFAULTS
-    if source.problem_share is not None:
-        settings = mixture.Settings(problem_share=source.problem_share)
+    asked = source.model_dump(include={"problem_share", "repeat_share"}, exclude_none=True)
+    settings = replace(mixture.DEFAULTS, **asked)
     identity = {
         "mini": mixture.VERSION,
         "split": source.split,

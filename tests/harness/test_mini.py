@@ -22,7 +22,7 @@ from oasis_eval.spec import EvaluationSpec, TaskRef
 from tests import tiny
 from tests.harness.conftest import Piece, load_folder, metric, nll_by_hand
 
-NUM_QUESTIONS, NUM_STORIES, VOCABULARY = 500, 300, 512
+NUM_QUESTIONS, NUM_STORIES, VOCABULARY = 500, 300, 536
 NUM_ANSWERED = 6
 
 
@@ -56,7 +56,7 @@ def test_the_data_is_generated_and_told() -> None:
     for name, count in (("mini_ppl", NUM_STORIES), ("mini_gsm", NUM_QUESTIONS)):
         (info,) = harness.load_data(_task(name), fewshot=None).infos
 
-        assert (info.name, info.origin, info.split) == (name, "oasis-eval:minicorpus@1", "test")
+        assert (info.name, info.origin, info.split) == (name, "oasis-eval:minicorpus@2", "test")
         assert info.num_rows == count
         assert info.sha256 != corpus.load(name, split="train").sha256
 

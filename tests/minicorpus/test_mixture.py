@@ -21,8 +21,8 @@ from oasis_eval.minicorpus.problems import Difficulty
 NAMES: tuple[Name, ...] = ("mini_ppl", "mini_gsm")
 NUM_TRAINING_DOCUMENTS = 1500
 GOLDEN_ROWS = {
-    "mini_ppl": "890e7418fecaddc3de04ca0ff388aabf00c094544b3734f31266ff89ffc73e51",
-    "mini_gsm": "50552a472d6cedb9d7628d8d3ad2b4df32226f165cf7de2cc0324f434b60871a",
+    "mini_ppl": "f2699ec95170ae725e5b9236942ef4b3787b88e33abe40ff1aac5d69898e5d7e",
+    "mini_gsm": "7a4ca6ff89bdf8a5cfdcd286ca587e16edbcb65320c98f78244f872ceabb2a61",
 }
 
 
@@ -93,7 +93,7 @@ def test_more_rows_begin_with_the_same_ones(name: Name) -> None:
 def test_the_tasks_text_is_the_one_noted(name: Name) -> None:
     """A change of the generator changes every number that comes of it: raise VERSION and this."""
     assert corpus.load(name).sha256 == GOLDEN_ROWS[name]
-    assert mixture.VERSION == 1
+    assert mixture.VERSION == 2
 
 
 def test_another_process_makes_the_same_text() -> None:
@@ -133,7 +133,9 @@ def test_documents_are_stories_or_problems_as_prompts_have_them() -> None:
     for text in asking:
         for item in text.split("\n\n"):
             assert re.fullmatch(
-                r"Question: [^\n]+\?\nAnswer: ([^\n]+: \d+ [-+*] \d+ = \d+\.\n)+#### \d+", item
+                r"Question: [^\n]+\?\nAnswer: (\w+ has \d+\.\n)?([^\n]+: \d+ [-+*] \d+ = \d+\.\n)+"
+                r"#### \d+",
+                item,
             )
     assert not re.search(r"\d|\n(?!\n?One )", "".join(telling))
 
@@ -145,7 +147,27 @@ def test_difficulty_reaches_the_documents() -> None:
     text = "\n\n".join(mixture.sample("train", seed=0, count=50, settings=settings))
 
     for item in text.split("\n\n"):
-        assert item.count("\n") == 3
+        assert item.count(" = ") == 2
+
+
+def test_some_stories_are_a_passage_told_twice() -> None:
+    """In the share asked for, word for word, and short enough for a training sequence."""
+    words = tokenizer.load()
+    found = mixture.sample("train", seed=0, count=600, settings=Settings(0.25, repeat_share=0.5))
+    plain = "\n\n".join(mixture.sample("train", seed=0, count=600, settings=Settings(0.25)))
+    telling = [text for text in found if not text.startswith("Question: ")]
+    twice = [text for text in telling if len(set(text.split("\n\n"))) < len(text.split("\n\n"))]
+
+    assert len(twice) / len(telling) == pytest.approx(0.5, abs=0.06)
+    for text in twice:
+        passage, again = text.split("\n\n")
+        assert passage == again
+        assert re.fullmatch(r"([^.]+\.( |$))+", passage)
+        assert 1 <= passage.count(".") <= 14
+        assert len(words.encode(text)) < 512
+    lengths = [len(words.encode(text)) for text in twice]
+    assert sorted(lengths)[len(lengths) * 9 // 10] <= 256
+    assert any(text.split("\n\n")[0] in plain for text in twice)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -161,6 +183,8 @@ def test_other_shares_are_refused(share: float) -> None:
     """With what was found."""
     with pytest.raises(SpecError, match="expected 0 to 1"):
         Settings(problem_share=share)
+    with pytest.raises(SpecError, match=r"repeat_share .*expected 0 to 1"):
+        Settings(repeat_share=share)
 
 
 def test_blocks_are_the_documents_between_start_and_end_tokens() -> None:

@@ -20,9 +20,9 @@ def solve(question: str) -> int:
     counts: dict[str, int] = {}
     who = ""
     for sentence in question.split(". "):
-        first, verb, *rest = sentence.split()
+        first, verb, *rest = re.sub(r"^(First|Then|Next|After that) ", "", sentence).split()
         numbers = [int(text) for text in re.findall(r"\d+", sentence)]
-        who = who if first in ("He", "She") else first
+        who = who if first in ("he", "she") else first
         if first == "How":
             asked = re.search(r"does (\w+) have now\?", sentence)
             assert asked is not None
@@ -63,9 +63,17 @@ def test_the_answer_is_what_the_question_comes_to(kind: Kind, split: Split) -> N
             assert {"+": int(left) + int(right), "-": int(left) - int(right)}.get(
                 sign, int(left) * int(right)
             ) == int(total)
-        assert answer.count("\n") == len(re.findall(r": \d+ . \d+ = \d+\.\n", answer))
-        verbs = re.findall(r"(?:He|She) (\w+) \d", question)
+        start, *working, _ = answer.split("\n")
+        assert re.search(r"^\w+ has \d+(\.$| \w+ with \d+: )", start)
+        assert start.partition(":")[0].rstrip(".") in question
+        assert all(re.search(r": \d+ [-+*] \d+ = \d+\.$", line) for line in working)
+        for line in working:
+            said = re.sub(r"(?= (?:more|fewer):)", r" \\w+", line).partition(":")[0]
+            assert re.search(said, question)
+        verbs = re.findall(r" (?:he|she) (\w+) \d", question)
         assert len(set(verbs)) == len(verbs)
+        events = re.findall(r"(First|Then|Next|After that) ", question)
+        assert events == ["First", "Then", "Next", "After that"][: len(events)]
 
 
 def test_difficulty_bounds_steps_and_numbers() -> None:
@@ -73,7 +81,7 @@ def test_difficulty_bounds_steps_and_numbers() -> None:
     limits = {"fewest_steps": 2, "most_steps": 3, "largest_start": 9, "largest_result": 12}
     found = _problems(400, largest_change=5, kinds=("chain", "groups"), **limits)
 
-    assert {answer.count("\n") for _, answer in found} == {2, 3}
+    assert {answer.count(" = ") for _, answer in found} == {2, 3}
     numbers = {int(n) for _, answer in found for n in re.findall(r"\d+", answer)}
     assert max(numbers) == 12
     assert {int(n) for q, _ in found for n in re.findall(r"\d+", q)} == set(range(2, 10))
@@ -83,7 +91,7 @@ def test_the_default_has_one_to_four_steps_of_every_kind() -> None:
     """The task's own difficulty, and no result beyond what the tokenizer has as one token."""
     found = _problems(600)
 
-    assert {answer.count("\n") for _, answer in found} == {1, 2, 3, 4}
+    assert {answer.count(" = ") for _, answer in found} == {1, 2, 3, 4}
     assert any(" each." in question for question, _ in found)
     assert any(" than " in question for question, _ in found)
     assert any(re.search(r"gives \d+ \w+ to ", question) for question, _ in found)

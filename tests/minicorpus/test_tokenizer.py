@@ -39,8 +39,8 @@ def test_the_files_are_what_the_corpus_makes() -> None:
 
 
 def test_size_and_special_tokens(words: PreTrainedTokenizerFast) -> None:
-    """512 tokens: three special ones, every byte, 0 to 99, and words; a text starts with `<s>`."""
-    assert len(words) == 512
+    """536 tokens: three special ones, every byte, 0 to 99, and words; a text starts with `<s>`."""
+    assert len(words) == 536
     assert (words.pad_token_id, words.bos_token_id, words.eos_token_id) == (0, 1, 2)
     assert head_tokens(words) == [1]
     assert words.encode("Tom has", add_special_tokens=True) == [

@@ -163,9 +163,9 @@ def test_mini_text_is_that_of_its_package() -> None:
     from oasis_eval.minicorpus import mixture, tokenizer
 
     mini = tokenizer.load()
-    source = TextSource(name="mini", max_tokens=2000, problem_share=0.25)
+    source = TextSource(name="mini", max_tokens=2000, problem_share=0.25, repeat_share=0.75)
     found = tokens.load(source, mini, data={})
-    settings = mixture.Settings(problem_share=0.25)
+    settings = mixture.Settings(problem_share=0.25, repeat_share=0.75)
     expected = mixture.token_blocks(mini, 1000, seed=0, settings=settings)
 
     assert found.ids.tolist() == next(expected) + next(expected)

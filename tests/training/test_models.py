@@ -111,6 +111,7 @@ def test_unknown_recipe() -> None:
         ({"data": [{"name": "a", "share": 0.5}, {"name": "b"}]}, "for every text"),
         ({"data": [{"name": "mini"}]}, "give 'max_tokens'"),
         ({"data": [{"name": "a", "problem_share": 0.5}]}, "goes with 'mini'"),
+        ({"data": [{"name": "a", "repeat_share": 0.5}]}, "'repeat_share' goes with 'mini'"),
     ],
 )
 def test_wrong_recipe_is_refused(place: Path, changes: dict[str, object], words: str) -> None:

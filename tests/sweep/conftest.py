@@ -1,0 +1,51 @@
+"""Two tiny checkpoints, two texts, and grids of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from oasis_eval.parsing import parse
+from oasis_eval.spec import SweepSpec
+from tests import tiny
+
+Grids = Callable[..., SweepSpec]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of checkpoints `s0` and `s1`; read-only."""
+    folder = tmp_path_factory.mktemp("sweep-models")
+    for seed in (0, 1):
+        tiny.save(folder / f"s{seed}", model=tiny.build_model(seed=seed))
+    return folder
+
+
+@pytest.fixture
+def home(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder: links to the checkpoints, and texts."""
+    for seed in (0, 1):
+        (tmp_path / f"s{seed}").symlink_to(models / f"s{seed}")
+    (tmp_path / "wiki.txt").write_text(tiny.prose(400))
+    (tmp_path / "book.txt").write_text(tiny.prose(400, seed=1))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def grid(home: Path) -> Grids:
+    """Gives a grid of one checkpoint, two schemes and two texts, with changes."""
+
+    def grid(**changes: object) -> SweepSpec:
+        settings: dict[str, object] = {
+            "models": ["./s0"],
+            "schemes": ["fp32", "w8a8"],
+            "tasks": ["wikitext2", "bookcorpus"],
+            "window": 64,
+            "data": {"wikitext2": "wiki.txt", "bookcorpus": "book.txt"},
+        }
+        return parse(SweepSpec, settings | changes, origin="test")
+
+    return grid

@@ -293,10 +293,12 @@ def read_samples(folder: Path, key: str) -> list[dict[str, object]]:
 
 def _strict(row: dict[str, object]) -> dict[str, object]:
     """Replace non-finite floats by the strings that records use."""
-    names = {math.inf: "Infinity", -math.inf: "-Infinity"}
-    return {
-        key: ("NaN" if math.isnan(value) else names.get(value, value))
-        if isinstance(value, float)
-        else value
-        for key, value in row.items()
-    }
+    return {key: _strict_value(value) for key, value in row.items()}
+
+
+def _strict_value(value: object) -> object:
+    if isinstance(value, list):
+        return [_strict_value(item) for item in value]
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from oasis_eval.modeling.normalizers import Normalizer, normalize
+from oasis_eval.positions import last_positions
 
 SINK_THRESHOLD = 0.3
 """A head with a higher mean mass on the first token sinks (Gu et al., ICLR 2025)."""
@@ -34,6 +35,8 @@ GAP_QUERIES = 16
 """Queries of a sequence, evenly spread and the last one among them, whose logits are sorted."""
 
 _SIMPLEX = ("sparsemax", "entmax15")
+_BY_POSITION = "position."
+_ENDS = tuple(last_positions(1 << 22))
 _TILE_ELEMENTS = 1 << 19
 _MIN_TILE_QUERIES = 16
 _MAX_TILE_QUERIES = 128
@@ -86,6 +89,8 @@ class HeadStatistics(NamedTuple):
 class HeadSums:
     """Running sums of one layer over all of a text."""
 
+    by_position: bool = False
+    """Whether sink and null mass are also kept by position of the query (see `positions`)."""
     _sums: dict[str, Tensor] = field(default_factory=dict)
     _counts: dict[str, Tensor] = field(default_factory=dict)
 
@@ -120,6 +125,19 @@ class HeadSums:
             sink_query_share=float((counts["sink"] / counts["null"]).mean()),
         )
 
+    def result_by_position(self) -> dict[str, dict[int, float]]:
+        """Return means over heads and queries by name and last position of a bucket."""
+        found: dict[str, dict[int, float]] = {}
+        for name, sums in self._sums.items():
+            if name.startswith(_BY_POSITION):
+                counts = self._counts[name].tolist()
+                found[name.removeprefix(_BY_POSITION)] = {
+                    last: total / count
+                    for last, total, count in zip(_ENDS, sums.tolist(), counts, strict=True)
+                    if count > 0
+                }
+        return found
+
     def _add_tile(self, tile: _Tile, call: AttentionCall, positions: _Positions) -> None:
         real_BR = positions.real[:, tile.rows]
         shares_BHRS, kept_BHR, null_BHR = _shares(call, tile.logits)
@@ -135,6 +153,18 @@ class HeadSums:
             where = sees_BHR & counted[:, None]
             self._mean(f"sink{suffix}", share_BHR * kept_BHR, where)
             self._mean(f"sink_renormalised{suffix}", share_BHR, where)
+
+        if self.by_position:
+            bucket_BR = torch.bucketize(
+                positions.number[:, tile.rows] + 1, torch.tensor(_ENDS, device=real_BR.device)
+            )
+            seen_BHR = sees_BHR & real_BR[:, None]
+            for name, values_BHR, where_BHR in (
+                ("sink_mass", share_BHR * kept_BHR, seen_BHR),
+                ("sink_mass_renormalised", share_BHR, seen_BHR),
+                ("null_mass", null_BHR, real_BR[:, None].expand_as(null_BHR)),
+            ):
+                self._add_by_position(name, values_BHR, where_BHR, bucket_BR)
 
         has_mass = (kept_BHR > 0) & real_BR[:, None]
         distance_RS = (tile.query - tile.key).abs().float()
@@ -156,6 +186,20 @@ class HeadSums:
         logits_NHS = logits_BHRS[rows[:, 0], :, rows[:, 1]]
         gap_NH = largest_to_median(logits_NHS)
         self._mean("gap", gap_NH.T[None], gap_NH.T[None].isfinite())
+
+    def _add_by_position(
+        self, name: str, values_BHR: Tensor, where_BHR: Tensor, bucket_BR: Tensor
+    ) -> None:
+        name = f"{_BY_POSITION}{name}"
+        if name not in self._sums:
+            zeros = torch.zeros(len(_ENDS), device=values_BHR.device)
+            self._sums[name] = zeros.to(_wide(zeros))
+            self._counts[name] = zeros.to(_wide(zeros))
+        wide = self._sums[name].dtype
+        index = bucket_BR.flatten()
+        total_BR = torch.where(where_BHR, values_BHR, 0.0).sum(dim=1).to(wide)
+        self._sums[name].index_add_(0, index, total_BR.flatten())
+        self._counts[name].index_add_(0, index, where_BHR.sum(dim=1).to(wide).flatten())
 
     def _mean(self, name: str, values_BHR: Tensor, where_BHR: Tensor) -> None:
         """Add to a mean over sequences and queries."""

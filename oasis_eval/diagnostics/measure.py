@@ -79,7 +79,11 @@ class Diagnostics:
 
 
 def measure(
-    prepared: PreparedModel, windows: Sequence[Sequence[int]], *, batch_size: int
+    prepared: PreparedModel,
+    windows: Sequence[Sequence[int]],
+    *,
+    batch_size: int,
+    by_position: bool = False,
 ) -> Diagnostics:
     """Measure a model in one pass over a text.
 
@@ -88,13 +92,15 @@ def measure(
         windows: Token ids of each sequence.
         batch_size: Most sequences of one forward pass; only equal lengths share one, so there is
             no padding.
+        by_position: Whether sink and null mass are also reported by position of the query, for
+            each layer: `position.LAST.sink_mass`.
 
     Raises:
         DataError: There is nothing to measure on.
     """
     if not any(windows):
         raise DataError("diagnostics need at least one window with a token; found none")
-    with observe(prepared.model) as observation:
+    with observe(prepared.model, by_position=by_position) as observation:
         for batch in _batches(windows, batch_size):
             observation.run(torch.tensor(batch, device=prepared.device))
     return summarize(observation)
@@ -188,6 +194,12 @@ def _attention(
                     LayerStat(module=name, name=f"head.{head}.{key}", value=number)
                     for head, number in enumerate(value.tolist())
                 ]
+    for name, sums in observation.heads.items():
+        layers += [
+            LayerStat(module=name, name=f"position.{last}.{key}", value=value)
+            for key, values in sums.result_by_position().items()
+            for last, value in values.items()
+        ]
     metrics |= _of_heads(list(results.values()))
 
 

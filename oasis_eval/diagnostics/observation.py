@@ -18,7 +18,7 @@ from oasis_eval.diagnostics.routing import RoutingWatch
 class Observation:
     """Sums over the passes that were run while a model was observed."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, by_position: bool = False) -> None:
         self.activations = ActivationWatch()
         self.routing = RoutingWatch()
         self.heads: dict[str, HeadSums] = {}
@@ -27,6 +27,7 @@ class Observation:
         self.longest = 0
         """Tokens of the longest sequence."""
         self._model = model
+        self._by_position = by_position
         self._real_BT: Tensor | None = None
 
     @torch.no_grad()
@@ -66,13 +67,18 @@ class Observation:
 
     def look(self, name: str, call: AttentionCall) -> None:
         """Take in one attention call."""
-        self.heads.setdefault(name, HeadSums()).add(call, self._real_BT)
+        self.heads.setdefault(name, HeadSums(self._by_position)).add(call, self._real_BT)
 
 
 @contextmanager
-def observe(model: nn.Module) -> Iterator[Observation]:
-    """Observe `model` for the length of the block; nothing of it stays behind, whatever happens."""
-    observation = Observation(model)
+def observe(model: nn.Module, *, by_position: bool = False) -> Iterator[Observation]:
+    """Observe `model` for the length of the block; nothing of it stays behind, whatever happens.
+
+    Args:
+        model: A causal LM.
+        by_position: Whether attention is also summed up by position of the query.
+    """
+    observation = Observation(model, by_position=by_position)
     with ExitStack() as undo:
         undo.enter_context(observation.activations.watching(model))
         undo.enter_context(observation.routing.watching(model))

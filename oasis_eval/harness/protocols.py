@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from oasis_eval.corpus import Corpus, encode
+from oasis_eval.corpus import Corpus, encode, head_tokens
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.parsing import content_hash
 
-Kind = Literal["gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "gsm8k"]
-_NAME = re.compile(r"^(gptq|qualcomm|openattnres|llamacpp)-(\d+)$|^(rolling-word)(?:-(\d+))?$")
+Kind = Literal["gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "context", "gsm8k"]
+_NAME = re.compile(
+    r"^(gptq|qualcomm|openattnres|llamacpp|context)-(\d+)$|^(rolling-word)(?:-(\d+))?$"
+)
 _GSM8K = re.compile(r"^gsm8k-(\d+)shot$")
 VERSIONS: dict[Kind, int] = {
     "gptq": 1,
@@ -24,12 +26,22 @@ VERSIONS: dict[Kind, int] = {
     "qualcomm": 1,
     "openattnres": 1,
     "llamacpp": 1,
+    "context": 1,
     "gsm8k": 2,
 }
 """Raised when a change of the code changes a protocol's numbers."""
 _OPENATTNRES_WINDOWS = 200
 _QUALCOMM_GROUP = 1000
-DEFAULTS = ("gptq-2048", "rolling-word", "qualcomm-512", "openattnres-2048", "llamacpp-512")
+CONTEXT_UNIT = 1024
+"""Scored tokens that a limit of 1 means under `context-N`, whatever N."""
+DEFAULTS = (
+    "gptq-2048",
+    "rolling-word",
+    "qualcomm-512",
+    "openattnres-2048",
+    "llamacpp-512",
+    "context-1024",
+)
 
 
 TASKS: dict[str, str] = {
@@ -58,6 +70,8 @@ class Window(NamedTuple):
     targets: list[int]
     """Token that output `offset + i` is scored against."""
     offset: int
+    by_position: bool = False
+    """Whether losses are also summed by position in the window (see `positions`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +115,9 @@ class Protocol:
             "short tail included, per token",
             "llamacpp": f"file's text, {size}-token windows, first token replaced by BOS where the "
             "tokenizer adds one, second half scored, per token",
+            "context": f"one token stream, windows of {size} tokens, each headed by the "
+            "tokenizer's start tokens, every token but the stream's first scored once whatever "
+            "the window, tail included, per token",
             "gsm8k": f"{self.shots}-shot, greedy, first completion, numbers compared as numbers",
         }[self.kind]
 
@@ -195,6 +212,7 @@ def plan(
         "qualcomm": _qualcomm,
         "openattnres": _openattnres,
         "llamacpp": _llamacpp,
+        "context": _context,
     }[protocol.kind]
     return cut(texts, tokenizer, window, limit)
 
@@ -280,6 +298,25 @@ def _llamacpp(texts: Sequence[str], tokenizer: Any, window: int, limit: int | No
         windows.append(Window(input_ids=chunk, targets=chunk[first + 1 :], offset=first))
     prefix = "bos replaces the first token of a window" if adds_bos else "none"
     return Plan(windows, {"window": window, "prefix": prefix, "tail": "dropped"})
+
+
+def _context(texts: Sequence[str], tokenizer: Any, window: int, limit: int | None) -> Plan:
+    # Each window begins with the last target of the one before it, which it is not asked again: the
+    # same tokens are scored whatever the window.
+    ids = encode(tokenizer, texts[0], special_tokens=False)
+    head = head_tokens(tokenizer)
+    body = window - len(head)
+    scored = len(ids) - 1 if limit is None else min(len(ids) - 1, limit * CONTEXT_UNIT)
+    if body < 1 or scored < body:
+        raise _short(f"context-{window}", scored + 1, max(body, 1) + 1)
+    windows = []
+    for start in range(0, scored, body):
+        stop = min(start + body, scored)
+        inputs, targets = [*head, *ids[start:stop]], ids[start + 1 : stop + 1]
+        windows.append(Window(inputs, targets, offset=len(head), by_position=True))
+    prefix = "start tokens head every window" if head else "none"
+    details: Details = {"window": window, "prefix": prefix, "tail": "included", "scored": scored}
+    return Plan(windows, details)
 
 
 def _rolling(texts: Sequence[str], tokenizer: Any, window: int, _limit: int | None) -> Plan:

@@ -18,11 +18,13 @@ from oasis_eval.harness.protocols import (
     TASKS,
     Details,
     Protocol,
+    Window,
     detokenizer,
     parse_protocol,
     plan,
     texts_of,
 )
+from oasis_eval.harness.scoring import WindowScore
 from oasis_eval.paths import data_folder
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import DataInfo, Metric, ProtocolInfo
@@ -156,7 +158,12 @@ def evaluate(
 
 
 def input_windows(prepared: PreparedModel, task: TaskRef, data: TaskData) -> list[list[int]]:
-    """Return the token ids of every forward pass that scoring a text task takes.
+    """Return the token ids of every forward pass; see `scored_windows`."""
+    return [window.input_ids for window in scored_windows(prepared, task, data)]
+
+
+def scored_windows(prepared: PreparedModel, task: TaskRef, data: TaskData) -> list[Window]:
+    """Return every forward pass that scoring a text task takes, in the order of its samples.
 
     Args:
         prepared: For its tokenizer and its number of positions.
@@ -182,7 +189,7 @@ def input_windows(prepared: PreparedModel, task: TaskRef, data: TaskData) -> lis
         )
         for unit in units
     ]
-    return [window.input_ids for item in plans for window in item.windows]
+    return [window for item in plans for window in item.windows]
 
 
 @contextmanager
@@ -238,6 +245,7 @@ def _text_outcome(
                     "nll_nats": window.nll_nats,
                     "num_tokens": window.num_tokens,
                     "squares": window.squares,
+                    **_positions(window),
                 }
             )
     if not samples:
@@ -264,6 +272,17 @@ def _text_outcome(
     )
     warnings = (f"{skipped} documents without a scored token were skipped",) if skipped else ()
     return Outcome(metrics, _info(protocol, details), samples, warnings)
+
+
+def _positions(window: WindowScore) -> dict[str, object]:
+    """Return a window's losses by position, where its protocol asks for them."""
+    if not window.by_position:
+        return {}
+    return {
+        "position_last": [item.last for item in window.by_position],
+        "position_nats": [item.nll_nats for item in window.by_position],
+        "position_tokens": [item.num_tokens for item in window.by_position],
+    }
 
 
 def _batch_mean(samples: list[dict[str, Any]], batch_size: int) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,22 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
 from oasis_eval.harness.protocols import Window
+from oasis_eval.positions import bucket_starts
 
 _MIN_TILE_ROWS = 256
 _MAX_TILE_ROWS = 4096
 _TILE_ELEMENTS = 1 << 24  # 64 MiB of fp32 logits
 _PROBE_TOKENS = 8
 _PROBE_TOLERANCE = 1e-5
+
+
+class PositionSum(NamedTuple):
+    """Loss of the tokens of one bucket of positions, summed in float64."""
+
+    last: int
+    """Last position in the window, at most the bucket's own."""
+    nll_nats: float
+    num_tokens: int
 
 
 class WindowScore(NamedTuple):
@@ -36,6 +47,8 @@ class WindowScore(NamedTuple):
     num_tokens: int
     is_greedy: bool
     """Whether every target was the most likely token."""
+    by_position: tuple[PositionSum, ...] = ()
+    """By bucket of positions, for windows that ask for it."""
 
 
 class _FixedHidden(nn.Module):
@@ -113,6 +126,7 @@ class Scorer:
                     squares=float((loss * loss).sum()),
                     num_tokens=len(window.targets),
                     is_greedy=bool(greedy_R[rows].all()),
+                    by_position=tuple(_by_position(window, loss)) if window.by_position else (),
                 )
             )
             start = rows.stop
@@ -204,6 +218,13 @@ def _nll_(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
     shift_R = top_R.masked_fill(top_R.isinf(), 0.0)
     total_R = logits_RV.sub_(shift_R[:, None]).exp_().sum(dim=-1)
     return total_R.log() + shift_R - target_R, target_R == top_R
+
+
+def _by_position(window: Window, loss_R: Tensor) -> Iterator[PositionSum]:
+    first = window.offset + 1
+    starts = bucket_starts(first, window.offset + len(window.targets))
+    for start, stop in pairwise([*starts, len(window.targets)]):
+        yield PositionSum(first + stop - 1, float(loss_R[start:stop].sum()), stop - start)
 
 
 def _batches(windows: Sequence[Window], batch_size: int) -> Iterator[list[int]]:

@@ -13,6 +13,7 @@ from oasis_eval.errors import RecordError, UnknownNameError
 from oasis_eval.record import RunRecord, read_records
 from oasis_eval.report.figures import layers
 from oasis_eval.report.figures.attention import attention
+from oasis_eval.report.figures.context import context
 from oasis_eval.report.figures.perplexity import perplexity
 from oasis_eval.report.figures.style import Drawing, settings
 from oasis_eval.report.html.selection import Selection, select
@@ -37,6 +38,11 @@ def _has_layers(record: RunRecord) -> bool:
     return bool(record.layers)
 
 
+def _always(record: RunRecord) -> bool:
+    """Nothing is lacking in a record that was made for something else."""
+    return True
+
+
 _DIAGNOSTICS = "diagnostics"
 KINDS: dict[str, Kind] = {
     "perplexity": Kind(
@@ -56,8 +62,16 @@ KINDS: dict[str, Kind] = {
         "--diagnostics",
         _has_layers,
     ),
+    "context": Kind(
+        context,
+        "a perplexity under a context-N protocol",
+        "--protocol context-256,context-512,context-1024 --diagnostics",
+        _always,
+    ),
 }
 """By the name that `--kind` takes."""
+_OWN_PROTOCOL = ("context",)
+"""Kinds whose records nobody has by the way."""
 ATTENTION = "attention"
 NAMES = (*KINDS, ATTENTION)
 
@@ -151,6 +165,8 @@ def _draw_kind(
     count = f"{len(without)} of {len(selection.records)} records"
     if without:
         return found, [f"{name}: {count} lack {kind.needs}; measure: {_command(without, kind)}"]
+    if name in _OWN_PROTOCOL:
+        return found, [f"{name}: no record has {kind.needs}; measure: {_command(finished, kind)}"]
     return found, [f"{name}: no record has {kind.needs}"]
 
 

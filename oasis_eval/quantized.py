@@ -50,6 +50,8 @@ class Written:
     card_file: Path
     scheme: QuantScheme
     coverage: Coverage
+    dtype: Dtype
+    """Of what is not quantized."""
     bytes_weights: int
     """Of the file of weights."""
     warnings: tuple[str, ...]
@@ -57,13 +59,15 @@ class Written:
     def lines(self) -> list[str]:
         """Describe it for a reader, a line at a time."""
         coverage = self.coverage
+        # The default of a CPU is fp32, in which some libraries' layers cannot run.
+        dtype = "" if self.dtype == "fp32" else f" --dtype {self.dtype}"
         return [
             f"Written: {self.folder} ({self.scheme.name}, {coverage.num_quantized} of "
             f"{coverage.num_linear} linear layers, {self.bytes_weights / 2**20:.1f} MiB; "
             f"{coverage.bytes_before / 2**20:.1f} MiB before)",
             "Read back: logits are equal bit for bit",
             f"Card: {self.card_file}   Evaluate: oasis-eval evaluate {self.card_file} "
-            f"--scheme {scheme_argument(self.scheme, self.folder)}",
+            f"--scheme {scheme_argument(self.scheme, self.folder)}{dtype}",
         ]
 
 
@@ -139,7 +143,7 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
     final = written.model_copy(update={"source": DirSource(path=out.name)})
     content = final.model_dump(mode="json", exclude_none=True)
     write_text_atomically(card_file, yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
-    return Written(out, card_file, scheme, coverage, bytes_weights, warnings)
+    return Written(out, card_file, scheme, coverage, dtype, bytes_weights, warnings)
 
 
 def _storable(prepared: PreparedModel) -> tuple[Storable, list[str]]:

@@ -259,6 +259,22 @@ def test_codes_take_their_bits_on_disk(name: str, folders: Folders) -> None:
     assert written.coverage.bytes_after <= size <= written.coverage.bytes_after + room
 
 
+def test_what_is_printed_to_evaluate_a_folder_runs(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the dtype, where the default would be refused."""
+    line = folders.written("quanto-gpt2").lines()[-1]
+    command = line.partition("Evaluate: oasis-eval ")[2].split()
+    text = folders.text
+    call = CommandLine(monkeypatch, capsys)
+    options = ["--task", "text", "--data", f"text={text}", "--window", 64, "--limit", 1, "--quiet"]
+    result = call([*command, *options, "--out", folders.root / "runs"])
+
+    assert command[-2:] == ["--dtype", "bf16"]
+    assert "--dtype" not in folders.written("nf4").lines()[-1]
+    assert result.status == 0, result.err
+
+
 def test_reading_quantizes_nothing(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither library's way from weights to codes is gone when a folder is read."""
     import bitsandbytes

@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from oasis_eval.quant import integer_layers, kernels, storage
+from oasis_eval.quant.backends import quantize_
 from oasis_eval.quant.packing import SIGN_OFFSET
+from oasis_eval.quant.replacement import LibraryApplied
+from oasis_eval.quant.schemes import resolve
 from tests.command_line import CommandLine
 from tests.tiny import build_model, prose, save
 
@@ -45,6 +48,20 @@ def test_the_page_names_every_tensor() -> None:
         assert f"`NAME.{name}`" in PAGE
     assert f"symmetric codes plus {SIGN_OFFSET}" in PAGE
     assert f'"quant_method": "{storage.METHOD}", "version": {storage.VERSION}' in PAGE
+
+
+@pytest.mark.parametrize("scheme", ["bnb-w8a8", "nf4", "quanto-w8a16"])
+def test_the_page_names_the_tensors_of_libraries(scheme: str) -> None:
+    """In the row of the scheme, as files have them."""
+    row = next(
+        line for line in PAGE.splitlines() if line.startswith("| `") and f"`{scheme}`" in line
+    )
+    applied = quantize_(build_model(), resolve(scheme))
+    assert isinstance(applied, LibraryApplied)
+    name, layer = next(iter(applied.layers.items()))
+    stored = applied.library.stored(name, layer)
+
+    assert not [key for key in (*stored.tensors, *stored.constants) if f"`{key}`" not in row]
 
 
 def test_the_page_lists_the_kernels_in_order() -> None:

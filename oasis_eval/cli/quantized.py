@@ -16,7 +16,7 @@ def quantize(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Anything that `evaluate` takes as MODEL.")
     ],
-    scheme: Annotated[str, typer.Option(help="A scheme of integer codes, for example w4a4-real.")],
+    scheme: Annotated[str, typer.Option(help="A scheme with codes, such as w4a4-real or nf4.")],
     out: Annotated[Path, typer.Option(help="Folder to write; its card is OUT.yaml beside it.")],
     calibration: Annotated[
         Path | None, typer.Option(help="Text for static ranges; default: the scheme's.")
@@ -27,7 +27,7 @@ def quantize(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT.")] = False,
 ) -> None:
-    """Write a quantized checkpoint: integer codes, scales, and the scheme they were made with.
+    """Write a quantized checkpoint: codes, scales, and the scheme they were made with.
 
     What is written is read again and must give the same logits bit for bit.
 

@@ -13,12 +13,13 @@ from types import MappingProxyType
 
 from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
 from oasis_eval.errors import OasisError
+from oasis_eval.fidelity import VERSION as FIDELITY_VERSION
 from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.harness.run import TaskData
 from oasis_eval.parsing import content_hash
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import SCHEMA_VERSION, DataInfo, Provenance, RunRecord
-from oasis_eval.spec import Backend, ModelCard, RunSpec
+from oasis_eval.spec import Backend, Dtype, ModelCard, RunSpec
 
 NUMBERS_VERSION = 1
 """Raised when a change of the code changes numbers that no protocol version covers."""
@@ -46,6 +47,8 @@ class Cell:
     """Local file of training questions; None: the data set's own."""
     calibration_file: str | None = None
     """Local file that replaces the scheme's calibration text."""
+    reference_dtype: Dtype | None = None
+    """Dtype of the unquantized model that the cell would be compared with; None: it is that."""
 
     @property
     def identity(self) -> str:
@@ -78,6 +81,7 @@ class Cell:
                     },
                 ),
                 **({"diagnostics": DIAGNOSTICS_VERSION} if self.spec.diagnostics else {}),
+                **({"fidelity": FIDELITY_VERSION} if self.spec.fidelity else {}),
                 "card": self.card.model_dump(mode="json", exclude={"name", "source"}),
                 "checkpoint": self.digest,
                 "data": [info.sha256 for info in self.data.infos],
@@ -87,15 +91,15 @@ class Cell:
             }
         )
 
-    def key_with(self, *, diagnostics: bool) -> str:
-        """Return the key that the cell has with or without diagnostics."""
-        spec = self.spec.model_copy(update={"diagnostics": diagnostics})
-        return replace(self, spec=spec).key
+    def key_with(self, *, diagnostics: bool, fidelity: Dtype | None) -> str:
+        """Return the key that the cell has with or without what is measured besides scores."""
+        update = {"diagnostics": diagnostics, "fidelity": fidelity}
+        return replace(self, spec=self.spec.model_copy(update=update)).key
 
     @property
     def _unasked(self) -> dict[str, bool]:
         """Settings that have no part in a key where they are not used."""
-        return {} if self.spec.diagnostics else {"diagnostics": True}
+        return {name: True for name in ("diagnostics", "fidelity") if not getattr(self.spec, name)}
 
     def unsupported_record(self) -> RunRecord:
         """Return the record of a cell that its backend refused before anything loaded."""

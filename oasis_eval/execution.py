@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oasis_eval import checkpoint
+from oasis_eval.baseline import NO_ANSWERS, Baseline
 from oasis_eval.cells import Cell, provenance
 from oasis_eval.errors import (
     CheckpointError,
@@ -26,10 +27,11 @@ from oasis_eval.errors import (
     TimeLimitError,
 )
 from oasis_eval.harness import run as harness
+from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.limits import free_memory, is_out_of_memory, time_limit
 from oasis_eval.locks import CellLocks
 from oasis_eval.plan import is_question
-from oasis_eval.record import ProtocolInfo, RunRecord, read_record, write_record, write_samples
+from oasis_eval.record import RunRecord, read_record, read_samples, write_record, write_samples
 from oasis_eval.spec import Dtype, ModelCard
 
 if TYPE_CHECKING:
@@ -203,7 +205,7 @@ class Runner:
             except RecordError as error:
                 self._observer.lost([cell], error)
                 return True
-            if record is not None and not (self._rules.retry_failed and record.status == "failed"):
+            if record is not None and not self._is_unfinished(cell, record):
                 self._observer.finished(cell, record, reused=True)
                 return True
         if cell.unsupported is not None:
@@ -211,6 +213,12 @@ class Runner:
         elif cell.problem is not None:
             self.fail(cell, cell.problem)
         return not cell.can_run
+
+    def _is_unfinished(self, cell: Cell, record: RunRecord) -> bool:
+        if record.status == "failed":
+            return self._rules.retry_failed
+        baseline = Baseline(self._out, quiet=True)
+        return record.status == "ok" and baseline.can_add(cell, record.metrics)
 
     def _load(self, cells: Sequence[Cell]) -> Reference:
         """Load the checkpoint in the one dtype that the schemes of all `cells` can start from."""
@@ -222,6 +230,7 @@ class Runner:
         self._observer.loading(cells[0])
         torch.manual_seed(run.seed)
         wanted: set[Dtype] = {cell.spec.scheme.dtype or cell.spec.dtype for cell in cells}
+        wanted |= {cell.spec.fidelity for cell in cells if cell.spec.fidelity is not None}
         dtype: Dtype = wanted.pop() if len(wanted) == 1 else "fp32"
         reference = load(cells[0].card, dtype=dtype, device=run.device)
         if reference.digest != cells[0].digest:
@@ -250,9 +259,11 @@ class Runner:
             last=last,
         )
         undo, left = ExitStack(), list(cells)
+        baseline = Baseline(self._out, quiet=self._rules.quiet)
         self._observer.preparing(cells[0])
         try:
             with time_limit(self._rules.cell_seconds):
+                baseline.run(reference, cells)
                 prepared = undo.enter_context(block)
         except Exception as error:  # noqa: BLE001 - one bad scheme must not end the grid
             for cell in left:
@@ -262,7 +273,7 @@ class Runner:
         try:
             with undo:
                 while left:
-                    result = self._measure(prepared, left[0])
+                    result = self._measure(prepared, left[0], baseline)
                     if isinstance(result, TimeLimitError):
                         is_sound = False
                         failed = left.pop(0)
@@ -276,7 +287,7 @@ class Runner:
     # --- one cell ---------------------------------------------------------------------------
 
     def _measure(
-        self, prepared: PreparedModel, cell: Cell
+        self, prepared: PreparedModel, cell: Cell, baseline: Baseline
     ) -> tuple[RunRecord, Samples] | TimeLimitError:
         """Measure a cell, with half the batch wherever memory does not suffice."""
         self._observer.started(cell)
@@ -285,7 +296,7 @@ class Runner:
             with time_limit(self._rules.cell_seconds):
                 while True:
                     try:
-                        return self._measured(prepared, cell, batch_size)
+                        return self._measured(prepared, cell, baseline, batch_size)
                     except Exception as error:
                         if batch_size == 1 or not is_out_of_memory(error):
                             raise
@@ -297,15 +308,58 @@ class Runner:
             return cell.failed_record(error), []
 
     def _measured(
+        self, prepared: PreparedModel, cell: Cell, baseline: Baseline, batch_size: int
+    ) -> tuple[RunRecord, Samples]:
+        """Measure what is asked for and is not in a record of the same scores already."""
+        started, clock = datetime.now(UTC), time.perf_counter()
+        run = cell.spec
+        record = find_scores(self._out, cell)
+        if record is None:
+            record, samples = self._scored(prepared, cell, batch_size)
+        else:
+            samples = read_samples(self._out, record.key)
+        metrics, protocols, layers = record.metrics, record.protocols, record.layers
+        warnings = list(record.warnings)
+        if run.diagnostics and not _has(record, "diagnostics"):
+            found = _diagnose(prepared, cell, batch_size)
+            metrics += found.as_metrics(run.task.name)
+            protocols += (found.protocol,)
+            layers = found.layers
+            warnings += found.warnings
+        if run.fidelity is not None and not _has(record, "fidelity"):
+            compared = baseline.compare(prepared, cell, samples)
+            if compared.metrics:  # what was missing before
+                warnings = [text for text in warnings if not text.startswith(NO_ANSWERS)]
+            metrics += compared.metrics
+            protocols += compared.protocols
+            warnings += compared.warnings
+            if len(compared.rows) == len(samples):
+                samples = [
+                    {**sample, **row} for sample, row in zip(samples, compared.rows, strict=True)
+                ]
+        return record.model_copy(
+            update={
+                "key": self._key(cell),
+                "spec": run,
+                "metrics": metrics,
+                "protocols": protocols,
+                "layers": layers,
+                "warnings": tuple(dict.fromkeys(warnings)),
+                "provenance": provenance(
+                    prepared, started=started, seconds=time.perf_counter() - clock
+                ),
+            }
+        ), samples
+
+    def _scored(
         self, prepared: PreparedModel, cell: Cell, batch_size: int
     ) -> tuple[RunRecord, Samples]:
-        started, clock = datetime.now(UTC), time.perf_counter()
+        """Return the cell's scores and nothing besides."""
         run = cell.spec
         assert cell.data is not None
         outcome = harness.evaluate(
             prepared, run.task, cell.data, batch_size=batch_size, quiet=self._rules.quiet
         )
-        found = _diagnose(prepared, cell, batch_size) if run.diagnostics else None
         warnings = [*prepared.warnings, *outcome.warnings]
         if batch_size < run.batch_size:
             warnings.append(
@@ -316,24 +370,16 @@ class Runner:
             warnings.append("calibration and evaluation read the same text")
         if cell.calibration is not None:
             data = (*data, cell.calibration)
-        metrics = outcome.metrics
-        protocols: tuple[ProtocolInfo, ...] = (outcome.protocol,)
-        if found is not None:
-            metrics += found.as_metrics(run.task.name)
-            protocols += (found.protocol,)
-            warnings += found.warnings
         record = RunRecord(
             key=self._key(cell),
             spec=run,
             card=cell.card,
             status="ok",
-            metrics=metrics,
-            layers=found.layers if found is not None else (),
+            metrics=outcome.metrics,
             coverage=prepared.coverage,
-            protocols=protocols,
+            protocols=(outcome.protocol,),
             data=data,
             warnings=tuple(warnings),
-            provenance=provenance(prepared, started=started, seconds=time.perf_counter() - clock),
         )
         return record, outcome.samples
 
@@ -351,11 +397,11 @@ class Runner:
         if record.status == "ok" and cell.identity != record.key:
             # An earlier failure of the same cell to read its texts is answered now.
             (self._out / f"{cell.identity}.json").unlink(missing_ok=True)
-        if record.status == "ok" and cell.spec.diagnostics:
-            # The same scores without diagnostics would stand in a table twice.
-            plain = cell.key_with(diagnostics=False)
-            for suffix in (".json", ".samples.jsonl"):
-                (self._out / f"{plain}{suffix}").unlink(missing_ok=True)
+        if record.status == "ok":
+            # The same scores with less besides would stand in a table twice.
+            for key in _keys_with_less(cell):
+                for suffix in (".json", ".samples.jsonl"):
+                    (self._out / f"{key}{suffix}").unlink(missing_ok=True)
         self._observer.finished(cell, record, reused=False)
 
 
@@ -367,10 +413,8 @@ def find_record(out: Path, cell: Cell) -> RunRecord | None:
     """
     if cell.data is None:
         return None
-    # A record with diagnostics has the scores too.
-    other = cell.key_with(diagnostics=not is_question(cell.spec.task))
     failed = None
-    for key in dict.fromkeys((cell.key, other)):
+    for key in (cell.key, *_keys_with_more(cell)):
         path = out / f"{key}.json"
         if path.exists():
             record = read_record(path)
@@ -380,13 +424,56 @@ def find_record(out: Path, cell: Cell) -> RunRecord | None:
     return failed
 
 
+def find_scores(out: Path, cell: Cell) -> RunRecord | None:
+    """Return the record of the cell's scores, with some but not all that is asked for besides.
+
+    Raises:
+        RecordError: It is damaged.
+    """
+    for key in (cell.key, *_keys_with_less(cell)):
+        path = out / f"{key}.json"
+        if path.exists() and (record := read_record(path)).status == "ok":
+            return record
+    return None
+
+
+def _keys_with_more(cell: Cell) -> list[str]:
+    """Return the keys of records that have all that the cell asks for, and more."""
+    return _keys(cell, lambda wanted, has: wanted <= has)
+
+
+def _keys_with_less(cell: Cell) -> list[str]:
+    """Return the keys of records with the cell's scores and less besides, the fullest first."""
+    return _keys(cell, lambda wanted, has: has <= wanted)
+
+
+def _keys(cell: Cell, fits: Callable[[set[str], set[str]], bool]) -> list[str]:
+    spec = cell.spec
+    dtype = spec.fidelity or cell.reference_dtype
+    wanted = {name for name in ("diagnostics", "fidelity") if getattr(spec, name)}
+    names = {"diagnostics"} - ({"diagnostics"} if is_question(spec.task) else set())
+    names |= {"fidelity"} if dtype is not None else set()
+    found = []
+    for has in (names, {"diagnostics"} & names, {"fidelity"} & names, set[str]()):
+        if has != wanted and fits(wanted, has):
+            fidelity = dtype if "fidelity" in has else None
+            found.append(cell.key_with(diagnostics="diagnostics" in has, fidelity=fidelity))
+    return list(dict.fromkeys(found))
+
+
+def _has(record: RunRecord, kind: str) -> bool:
+    """Tell whether a record has what is measured besides scores."""
+    return any(item.name.startswith(f"{kind}-") for item in record.protocols)
+
+
 def _diagnose(prepared: PreparedModel, cell: Cell, batch_size: int) -> Diagnostics:
     """Measure on the very windows that were scored."""
     from oasis_eval.diagnostics.measure import measure
 
     assert cell.data is not None
     windows = harness.input_windows(prepared, cell.spec.task, cell.data)
-    return measure(prepared, windows, batch_size=batch_size)
+    by_position = parse_protocol(cell.spec.task.protocol).kind == "context"
+    return measure(prepared, windows, batch_size=batch_size, by_position=by_position)
 
 
 def _by_model(cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -9,7 +9,7 @@ Dimensions: T scored tokens of all windows, W windows, R scored tokens of one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -230,4 +230,50 @@ def _compare(run: Run, window: Window, reference: Reference, device: str) -> Win
         nll=base_nll_R + change_R,
         reference_nll=base_nll_R,
         same_top=same_R.astype(np.bool_),
+    )
+
+
+def answer_flips(
+    before: Sequence[Mapping[str, object]],
+    after: Sequence[Mapping[str, object]],
+    *,
+    task: str,
+    protocol: str,
+) -> tuple[Metric, ...]:
+    """Return the shares of questions whose answer, read strictly, changed from right to wrong.
+
+    And the other way. Only their difference shows in Pass@1.
+
+    Args:
+        before: Samples of the unquantized model.
+        after: Samples under the scheme.
+        task: Of both.
+        protocol: Of both.
+
+    Raises:
+        DataError: They are not answers to the same questions.
+    """
+    first, second = (
+        {row["question"]: bool(row["strict"]) for row in rows} for rows in (before, after)
+    )
+    if first.keys() != second.keys() or not first:
+        raise DataError(
+            f"{task}: {len(first)} answers of the unquantized model, {len(second)} under the "
+            "scheme; expected answers to the same questions: delete the records and run again"
+        )
+    n = len(first)
+    counts = {
+        "flips_right_to_wrong": sum(first[key] and not second[key] for key in first),
+        "flips_wrong_to_right": sum(second[key] and not first[key] for key in first),
+    }
+    return tuple(
+        Metric(
+            task=task,
+            name=name,
+            value=count / n,
+            stderr=math.sqrt(count / n * (1.0 - count / n) / (n - 1)) if n > 1 else None,
+            count=n,
+            protocol=protocol,
+        )
+        for name, count in counts.items()
     )

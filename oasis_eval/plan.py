@@ -18,7 +18,14 @@ from oasis_eval.harness.protocols import (
 from oasis_eval.quant import schemes
 from oasis_eval.quant.support import unsupported
 from oasis_eval.record import DataInfo
-from oasis_eval.spec import Calibration, EvaluationSpec, RunSpec, TaskRef
+from oasis_eval.spec import (
+    Calibration,
+    Dtype,
+    EvaluationSpec,
+    QuantScheme,
+    RunSpec,
+    TaskRef,
+)
 
 
 def cells_of(spec: EvaluationSpec) -> list[Cell]:
@@ -36,10 +43,14 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
     distinct = dict.fromkeys(schemes.resolve(name) for name in spec.schemes)
     chosen = [(scheme, unsupported(scheme)) for scheme in distinct]
     tasks = task_refs(spec)
-    if spec.diagnostics and all(is_question(task) for task in tasks):
+    dtype: Dtype = spec.dtype or ("fp32" if spec.device == "cpu" else "bf16")
+    references = {scheme: _reference_dtype(scheme, dtype) for scheme, _ in chosen}
+    only_questions = all(is_question(task) for task in tasks)
+    if spec.diagnostics and only_questions and None not in references.values():
         raise SpecError(
             "diagnostics are measured on the windows of perplexity tasks; found only "
-            f"{', '.join(spec.tasks)}: add one, for example wikitext2"
+            f"{', '.join(spec.tasks)}: add one, for example wikitext2, or add {dtype} to the "
+            "schemes, whose answers the others can be compared with"
         )
     _check_data_keys(spec)
     return [
@@ -48,21 +59,28 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
                 model=name,
                 scheme=scheme,
                 task=task,
-                dtype=scheme.dtype or spec.dtype or ("fp32" if spec.device == "cpu" else "bf16"),
+                dtype=scheme.dtype or dtype,
                 seed=spec.seed,
                 batch_size=spec.batch_size,
                 device=spec.device,
                 diagnostics=spec.diagnostics and not is_question(task) and refusal is None,
+                fidelity=references[scheme] if spec.diagnostics and refusal is None else None,
             ),
             card,
             unsupported=refusal,
             fewshot_file=spec.data.get(f"{task.name}:train"),
             calibration_file=spec.data.get("calibration"),
+            reference_dtype=references[scheme],
         )
         for name, card in zip(spec.models, cards, strict=True)
         for scheme, refusal in chosen
         for task in tasks
     ]
+
+
+def _reference_dtype(scheme: QuantScheme, dtype: Dtype) -> Dtype | None:
+    """Return the dtype of what a scheme is compared with; None: it is that itself."""
+    return None if scheme.execution == "none" and scheme.dtype == dtype else dtype
 
 
 def task_refs(spec: EvaluationSpec) -> list[TaskRef]:

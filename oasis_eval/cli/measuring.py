@@ -67,7 +67,8 @@ def evaluate(
         bool,
         typer.Option(
             "--diagnostics",
-            help="Also measure outliers, attention sinks and depth routing on scored text.",
+            help="Also measure outliers, attention sinks and depth routing on scored text, and "
+            "how far a scheme's predictions and answers are from the unquantized model's.",
         ),
     ] = False,
     as_json: Annotated[

@@ -72,6 +72,26 @@ _STYLES = {
     "acc": MetricStyle("Accuracy (%)", "higher", 1, percent=True),
     "acc_norm": MetricStyle("Accuracy, normalised (%)", "higher", 1, percent=True),
     "exact_match": MetricStyle("Exact match (%)", "higher", 1, percent=True),
+    "kl_nats": MetricStyle("KL (nats)", "lower"),
+    **{
+        f"kl_{name}_nats": MetricStyle(f"KL, {label} (nats)", "lower")
+        for name, label in (
+            ("p50", "median"),
+            ("p90", "90 %"),
+            ("p99", "99 %"),
+            ("p99_9", "99.9 %"),
+            ("max", "max."),
+        )
+    },
+    "kl_tail_share": MetricStyle("KL of the worst 1 % (%)", None, 1, percent=True),
+    "increase_tail_share": MetricStyle("Loss increase of the worst 1 % (%)", None, 1, percent=True),
+    "nll_tail_share": MetricStyle("Loss of the worst 0.1 % (%)", None, 1, percent=True),
+    "same_top1": MetricStyle("Same top-1 (%)", "higher", 1, percent=True),
+    "delta_nll_nats": MetricStyle("Δ NLL (nats)", "lower"),
+    "median_nll_nats": MetricStyle("Median NLL (nats)", "lower", 3),
+    "worst_window_nll_nats": MetricStyle("NLL of the worst window (nats)", "lower", 3),
+    "flips_right_to_wrong": MetricStyle("Right to wrong (%)", "lower", 1, percent=True),
+    "flips_wrong_to_right": MetricStyle("Wrong to right (%)", None, 1, percent=True),
     "max_inf_norm": MetricStyle("Max. infinity norm", "lower", 2),
     "avg_kurtosis": MetricStyle("Avg. kurtosis", "lower", 2),
     **{

@@ -44,6 +44,9 @@ class RunSpec(Spec):
     device: str = "cpu"
     diagnostics: bool = False
     """Whether outliers, attention and depth routing are measured on the scored windows too."""
+    fidelity: Dtype | None = None
+    """Dtype of the unquantized model that predictions and answers are compared with; None: they
+    are not."""
 
 
 class ImportedRun(Spec):
@@ -87,7 +90,8 @@ class Settings(Spec):
     """None: fp32 on the CPU, bf16 on an accelerator."""
     diagnostics: bool = False
     """Whether outliers, attention and depth routing are measured on the windows of every
-    perplexity task, in a second pass."""
+    perplexity task, in a second pass, and predictions and answers compared with those of the
+    unquantized model."""
 
     @field_validator("device")
     @classmethod

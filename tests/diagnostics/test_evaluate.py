@@ -39,6 +39,11 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OASIS_EVAL_CACHE", str(tmp_path / "cache"))
+
+
 def run(model: Path, text: Path, out: Path, **changes: object) -> Report:
     settings: dict[str, object] = {
         "models": [str(model)],
@@ -62,7 +67,8 @@ def test_records_carry_diagnostics(model: Path, text: Path, tmp_path: Path) -> N
         scores = {item.name: item.value for item in one.metrics}
         both = {item.name: item.value for item in other.metrics}
         assert scores.items() <= both.items()
-        assert [item.name for item in other.protocols] == ["gptq-64", "diagnostics-64"]
+        expected = ["gptq-64", "diagnostics-64", "fidelity-64"]
+        assert [item.name for item in other.protocols] == expected[: 2 + (other is full[1])]
         found = [item for item in other.metrics if item.protocol == "diagnostics-64"]
         assert {item.name for item in found} <= KNOWN_METRICS
         assert all(math.isfinite(item.value) for item in found)
@@ -112,7 +118,15 @@ def test_tables_show_them(model: Path, text: Path, tmp_path: Path) -> None:
 def test_questions_alone_have_no_windows(model: Path, tmp_path: Path) -> None:
     """Asked for on questions only, diagnostics are refused in one line."""
     with pytest.raises(SpecError, match="windows of perplexity tasks"):
-        run(model, tmp_path, tmp_path, tasks=["gsm8k"], data={}, diagnostics=True)
+        run(
+            model,
+            tmp_path,
+            tmp_path,
+            tasks=["gsm8k"],
+            schemes=["w4a4"],
+            data={},
+            diagnostics=True,
+        )
 
 
 @pytest.mark.parametrize("limit", [None, 1])

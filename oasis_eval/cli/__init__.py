@@ -15,6 +15,7 @@ from oasis_eval.cli import (
     measuring,
     quantized,
     reporting,
+    sensing,
     sweeping,
     tables,
     training,
@@ -74,6 +75,7 @@ app.command()(quantized.quantize)
 app.command()(quantized.parity)
 app.command()(training.train)
 app.command()(measuring.diagnose)
+app.command()(sensing.sensitivity)
 app.command()(drawing.attention)
 app.command()(measuring.demo)
 

@@ -31,6 +31,30 @@ def unsupported(scheme: QuantScheme) -> str | None:
     return None if reason is None else f"scheme {scheme.name!r}: {reason}"
 
 
+def indivisible(scheme: QuantScheme) -> str | None:
+    """Return in one line why `scheme` cannot be put on a part of a model; None: it can."""
+    if scheme.execution == "none":
+        reason = "it quantizes nothing, so there are no parts to switch; name one that does"
+    elif scheme.backend == "torch":
+        reason = (
+            "integer layers stand for whole layers; fake execution computes the same up to "
+            f"rounding and comes apart: use {scheme.name.removesuffix('-real')!r}"
+        )
+    elif scheme.backend != "fake":
+        reason = (
+            f"layers of backend {scheme.backend!r} are its library's own and do not come apart; "
+            "use a scheme of backend 'fake', for example w8a8 or w4a4"
+        )
+    elif any(transform.kind == "gptq" for transform in scheme.transforms):
+        reason = (
+            "GPTQ fits every layer to what the quantized layers before it hand on, so none "
+            "stands for itself; leave 'gptq' out"
+        )
+    else:
+        return None
+    return f"scheme {scheme.name!r}: {reason}"
+
+
 def _fake(scheme: QuantScheme) -> str | None:
     if scheme.execution != "fake":
         return "backend 'fake' has execution 'fake' only; real execution is backend 'torch'"

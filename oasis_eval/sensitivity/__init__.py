@@ -1,0 +1,1 @@
+"""Which part of a model a scheme hurts: parts quantized one at a time, or all but one."""

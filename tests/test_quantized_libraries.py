@@ -44,12 +44,18 @@ for path in map(Path, sys.argv[1:]):
     save_file({"logits": logits}, path.with_suffix(".logits"))
 """
 HEAD_TOO = {
-    "name": "nf4-head-too",
     "backend": "bitsandbytes",
     "execution": "real",
     "weights": {"type": "nf4", "bits": 4, "granularity": "group", "group_size": 32},
     "regions": ["linear_inputs", "lm_head"],
     "skip": ["*layers.1.mlp*"],
+}
+WRITTEN_OUT = {
+    name: QuantScheme.model_validate(content | {"name": name})
+    for name, content in (
+        ("nf4-head-too", HEAD_TOO),
+        ("nf4-head-too-rotated", HEAD_TOO | {"transforms": [{"kind": "hadamard"}]}),
+    )
 }
 
 
@@ -82,6 +88,7 @@ CASES = {
     "nf4": Case(tiny.build_model, "nf4"),
     "nf4-biased": Case(biased_llama, "nf4", "bf16"),
     "nf4-tied-head-too": Case(tied_llama, "nf4-head-too"),
+    "nf4-tied-head-too-rot": Case(tied_llama, "nf4-head-too-rotated"),
     "nf4-gated-rot": Case(lambda: oasis("gated"), "nf4-rot"),
     "fp4-gpt2-rot": Case(gpt2, "fp4-rot"),
     "quanto-biased": Case(biased_llama, "quanto-w8a8"),
@@ -103,7 +110,7 @@ NAMES = [pytest.param(name, marks=MARKS.get(name, ())) for name in CASES]
 
 
 def scheme_named(name: str) -> QuantScheme:
-    return QuantScheme.model_validate(HEAD_TOO) if name == "nf4-head-too" else schemes.resolve(name)
+    return WRITTEN_OUT[name] if name in WRITTEN_OUT else schemes.resolve(name)
 
 
 class Folders:
@@ -329,6 +336,7 @@ def test_bitsandbytes_computes_in_another_dtype(name: str, folders: Folders) -> 
         if name == "nf4":
             weights = {applied.library.dequantize(x).dtype for x in applied.layers.values()}
             assert weights == {torch.bfloat16}
+            assert {layer.compute_dtype for layer in applied.layers.values()} == {torch.bfloat16}
     with prepare(reference, scheme, dtype="fp32") as prepared:
         again = logits_of(prepared)
 

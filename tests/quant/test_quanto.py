@@ -82,6 +82,18 @@ def test_layers_without_a_range_are_named(llama: LlamaForCausalLM, batches: list
         quantize_(llama, resolve("quanto-w8a8"), batches)
 
 
+def test_calibration_leaves_no_trace(llama: LlamaForCausalLM, batches: list[Batch]) -> None:
+    """Nothing counts as run or changed before the first pass, and training modes are as before."""
+    llama.train()
+    llama.model.layers[0].eval()
+    before = {name for name, module in llama.named_modules() if module.training}
+    applied = quantize(llama, "quanto-w8a8", batches)
+
+    assert applied.called == set()
+    assert not applied.activation_changed
+    assert {name for name, module in llama.named_modules() if module.training} == before
+
+
 def test_padding_and_batches_do_not_enter(ids_BT: Tensor) -> None:
     """Texts of 3 and 60 tokens: the same scales in one padded batch, either side, and alone."""
     real = [ids_BT[0, :3], ids_BT[1]]

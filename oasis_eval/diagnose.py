@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oasis_eval import corpus
+from oasis_eval.comparison import Comparison
 from oasis_eval.diagnostics.measure import measure
 from oasis_eval.diagnostics.verdict import verdict
 from oasis_eval.errors import DataError
@@ -45,16 +46,20 @@ def diagnose(plan: Plan) -> list[str]:
     text = corpus.builtin() if plan.text is None else corpus.load_text_file(plan.text)
     dtype: Dtype = plan.dtype or ("fp32" if plan.device == "cpu" else "bf16")
     reference = load(card, dtype=scheme.dtype or dtype, device=plan.device)
+    compares = scheme.execution != "none" and reference.applied is None
     window = plan.window or default_window(reference)
     windows = cut(reference, text, window=window, num_windows=plan.num_windows)
     head = corpus.head_tokens(reference.tokenizer)
-    with prepare(reference, scheme, dtype=dtype, last=True) as prepared:
+    comparison = Comparison.of(reference, windows, len(head), dtype) if compares else None
+    with prepare(reference, scheme, dtype=dtype, last=comparison is None) as prepared:
         found = measure(prepared, windows, batch_size=plan.batch_size)
+        compared = [] if comparison is None else ["", *comparison.lines(prepared)]
     return [
         f"{card.label}, {scheme.name}, {prepared.dtype}: {len(windows)} windows of {window} tokens "
         f"of {text.name}" + (f", {len(head)} of them special" if head else ""),
         "",
         *verdict(found),
+        *compared,
         *(f"warning: {text}" for text in found.warnings),
     ]
 

@@ -114,7 +114,7 @@ def sensitivity(
             "versions": versions(scheme.backend),
         }
     )
-    path = out / f"{_file_name(loaded.card.label, scheme, plan)}-{key[:8]}.json"
+    path = out / f"{_file_name(Path(loaded.card.name).name, scheme, plan)}-{key[:8]}.json"
     with (
         prepare(
             loaded, scheme, dtype=dtype, calibration_data=plan.data.get("calibration")

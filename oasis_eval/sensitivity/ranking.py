@@ -9,6 +9,8 @@ from oasis_eval.sensitivity.results import Effect, Sensitivity
 HALF = 0.5
 """Share of the summed costs that the named parts carry."""
 _MOST_NAMED = 3
+_LEAST_WINDOWS = 6
+"""Windows from which intervals decide what is chance; those of fewer hold almost anything."""
 
 
 def lines(found: Sensitivity) -> list[str]:
@@ -48,13 +50,18 @@ def summary(found: Sensitivity) -> str:
     """Return in one sentence which parts carry the loss.
 
     Named are the fewest parts whose costs make up half of what all parts cost, if they are few; a
-    part counts whose interval is above 0 or, without an interval, whose cost is.
+    part counts whose interval is above 0 or, on few windows, whose cost is.
     """
     effects = found.effects()
     if any(math.isnan(item.effect_nats) for item in effects):
         broken = [item.name for item in effects if math.isnan(item.effect_nats)]
         return f"No finite loss with {', '.join(broken[:_MOST_NAMED])} quantized."
-    costs = [(item.name, item.effect_nats) for item in effects if _is_above_zero(item)]
+    is_certain = len(found.num_tokens) >= _LEAST_WINDOWS
+    costs = [
+        (item.name, item.effect_nats)
+        for item in effects
+        if (item.low if is_certain and item.low is not None else item.effect_nats) > 0.0
+    ]
     total = sum(cost for _, cost in costs)
     noun = {"layer": "layers", "region": "regions", "kind": "kinds of module"}[found.by]
     if not costs:
@@ -70,12 +77,9 @@ def summary(found: Sensitivity) -> str:
             f"The loss is spread: it takes {len(named)} of {len(effects)} {noun} to carry half of "
             f"it, the costliest {costs[0][0]} ({costs[0][1] / total:.0%})."
         )
-    verb = "carries" if len(named) == 1 else "carry"
-    return f"{', '.join(named)} {verb} {carried / total:.0%} of what {len(effects)} {noun} cost."
-
-
-def _is_above_zero(item: Effect) -> bool:
-    return (item.effect_nats if item.low is None else item.low) > 0.0
+    if len(named) == 1:
+        return f"{costs[0][0]} carries {carried / total:.0%} of what {len(effects)} {noun} cost."
+    return f"{', '.join(named)} carry {carried / total:.0%} of what {len(effects)} {noun} cost."
 
 
 def _row(rank: str, item: Effect, width: int) -> str:

@@ -17,6 +17,11 @@ from tests import tiny
 from tests.modeling.tiny import CASES, new_model, settings_of, shared_model, tiny_config, tokens
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OASIS_EVAL_CACHE", str(tmp_path / "cache"))
+
+
 def look(model: torch.nn.Module, ids: torch.Tensor) -> Diagnostics:
     with observe(model) as observation:
         observation.run(ids)
@@ -87,7 +92,46 @@ def test_diagnose_a_checkpoint(tmp_path: Path) -> None:
     lines = diagnose(plan(folder, scheme="w4a4"))
 
     assert "w4a4, fp32: 2 windows of 128 tokens of builtin" in lines[0]
-    assert any(line.startswith("Outliers: ") for line in lines)
+    for start in ("Outliers: ", "Fidelity: KL ", "  loss ", "Layers: "):
+        assert any(line.startswith(start) for line in lines), start
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_layer_that_carries_the_loss(tmp_path: Path) -> None:
+    """Weights far out in one row of every projection of a layer: the layer is named."""
+    model = tiny.build_model(num_hidden_layers=4, initializer_range=0.06)
+    broken = model.model.layers[1]
+    with torch.no_grad():
+        for norm in (broken.input_layernorm, broken.post_attention_layernorm):
+            norm.weight[0] = 0.0  # what the outliers multiply is nothing
+        for layer in (broken.self_attn.v_proj, broken.mlp.up_proj, broken.mlp.gate_proj):
+            layer.weight[:, 0] = 20.0
+        broken.mlp.down_proj.weight.mul_(4.0)
+        # One character follows another, and the text is nothing but that.
+        ids = torch.arange(10, 10 + 64)
+        hidden = model.model(input_ids=ids[None]).last_hidden_state[0, :-1]
+        target = 8.0 * torch.nn.functional.one_hot(ids[1:], tiny.VOCABULARY).float()
+        model.lm_head.weight.copy_(torch.linalg.lstsq(hidden, target).solution.T)
+    folder = tiny.save(tmp_path / "tiny", model=model)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(tiny.SYMBOLS[token - 3] for token in ids.tolist()))
+    lines = diagnose(plan(folder, scheme="w4a4", text=text, window=64))
+
+    assert any(line.startswith("Layers: model.layers.1 carries") for line in lines), lines[-4:]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "start"),
+    [("fp32", None), ("w4a4-real", "Layers: scheme 'w4a4-real'"), ("bf16", None)],
+)
+def test_what_is_not_taken_apart(tmp_path: Path, scheme: str, start: str | None) -> None:
+    """Without quantization there is nothing to say; where layers stay whole, it says why."""
+    lines = diagnose(plan(tiny.save(tmp_path / "tiny"), scheme=scheme))
+
+    layers = [line for line in lines if line.startswith("Layers: ")]
+    assert [line[: len(start or "")] for line in layers] == ([start] if start else [])
+    assert any(line.startswith("Fidelity: ") for line in lines) == bool(start)
 
 
 def test_every_window_has_its_start_token(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def made_up(costs: dict[str, float], *, num_windows: int = 4) -> Sensitivity:
 @pytest.mark.parametrize(
     ("costs", "words"),
     [
-        ({"a": 0.1, "b": 0.9}, "b (90%) carries 90% of what 2 layers cost."),
+        ({"a": 0.1, "b": 0.9}, "b carries 90% of what 2 layers cost."),
         ({"a": 0.4, "b": 0.4, "c": 0.2}, "a (40%), b (40%) carry 80% of what 3 layers cost."),
         ({f"l{n}": 0.1 for n in range(10)}, "The loss is spread: it takes 5 of 10 layers"),
         ({"a": -0.1, "b": 0.0}, "None of 2 layers costs more than chance"),

@@ -7,17 +7,15 @@ a cell that fails becomes a record while the others go on. One load serves every
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oasis_eval import checkpoint
-from oasis_eval.baseline import NO_ANSWERS, Baseline
-from oasis_eval.cells import Cell, provenance
+from oasis_eval.baseline import Baseline
+from oasis_eval.cells import Cell
 from oasis_eval.errors import (
     CheckpointError,
     OasisError,
@@ -26,20 +24,17 @@ from oasis_eval.errors import (
     RecordError,
     TimeLimitError,
 )
-from oasis_eval.harness import run as harness
-from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.limits import free_memory, is_out_of_memory, time_limit
 from oasis_eval.locks import CellLocks
-from oasis_eval.plan import is_question
-from oasis_eval.record import RunRecord, read_record, read_samples, write_record, write_samples
+from oasis_eval.lookup import find_record, finished_record, keys_with_less
+from oasis_eval.measurement import Measurement, Samples
+from oasis_eval.record import RunRecord, write_record, write_samples
 from oasis_eval.spec import Dtype, ModelCard
 
 if TYPE_CHECKING:
-    from oasis_eval.diagnostics.measure import Diagnostics
     from oasis_eval.loading import Reference
     from oasis_eval.prepared import PreparedModel
 
-Samples = list[dict[str, object]]
 _LEFTOVER = re.compile(r"\.([0-9a-f]{64})\.(json|samples\.jsonl)\..*\.tmp")
 
 
@@ -201,11 +196,11 @@ class Runner:
         """Do what needs no model; False where the cell has to be measured."""
         if cell.problem is None:
             try:
-                record = find_record(self._out, cell)
+                record = finished_record(self._out, cell, retry_failed=self._rules.retry_failed)
             except RecordError as error:
                 self._observer.lost([cell], error)
                 return True
-            if record is not None and not self._is_unfinished(cell, record):
+            if record is not None:
                 self._observer.finished(cell, record, reused=True)
                 return True
         if cell.unsupported is not None:
@@ -213,12 +208,6 @@ class Runner:
         elif cell.problem is not None:
             self.fail(cell, cell.problem)
         return not cell.can_run
-
-    def _is_unfinished(self, cell: Cell, record: RunRecord) -> bool:
-        if record.status == "failed":
-            return self._rules.retry_failed
-        baseline = Baseline(self._out, quiet=True)
-        return record.status == "ok" and baseline.can_add(cell, record.metrics)
 
     def _load(self, cells: Sequence[Cell]) -> Reference:
         """Load the checkpoint in the one dtype that the schemes of all `cells` can start from."""
@@ -260,6 +249,7 @@ class Runner:
         )
         undo, left = ExitStack(), list(cells)
         baseline = Baseline(self._out, quiet=self._rules.quiet)
+        measurement = Measurement(self._out, baseline, self._rules.quiet)
         self._observer.preparing(cells[0])
         try:
             with time_limit(self._rules.cell_seconds):
@@ -273,7 +263,7 @@ class Runner:
         try:
             with undo:
                 while left:
-                    result = self._measure(prepared, left[0], baseline)
+                    result = self._measure(prepared, left[0], measurement)
                     if isinstance(result, TimeLimitError):
                         is_sound = False
                         failed = left.pop(0)
@@ -287,7 +277,7 @@ class Runner:
     # --- one cell ---------------------------------------------------------------------------
 
     def _measure(
-        self, prepared: PreparedModel, cell: Cell, baseline: Baseline
+        self, prepared: PreparedModel, cell: Cell, measurement: Measurement
     ) -> tuple[RunRecord, Samples] | TimeLimitError:
         """Measure a cell, with half the batch wherever memory does not suffice."""
         self._observer.started(cell)
@@ -296,7 +286,7 @@ class Runner:
             with time_limit(self._rules.cell_seconds):
                 while True:
                     try:
-                        return self._measured(prepared, cell, baseline, batch_size)
+                        return measurement.of(prepared, cell, batch_size=batch_size)
                     except Exception as error:
                         if batch_size == 1 or not is_out_of_memory(error):
                             raise
@@ -306,82 +296,6 @@ class Runner:
             return error
         except Exception as error:  # noqa: BLE001 - one bad cell must not end the grid
             return cell.failed_record(error), []
-
-    def _measured(
-        self, prepared: PreparedModel, cell: Cell, baseline: Baseline, batch_size: int
-    ) -> tuple[RunRecord, Samples]:
-        """Measure what is asked for and is not in a record of the same scores already."""
-        started, clock = datetime.now(UTC), time.perf_counter()
-        run = cell.spec
-        record = find_scores(self._out, cell)
-        if record is None:
-            record, samples = self._scored(prepared, cell, batch_size)
-        else:
-            samples = read_samples(self._out, record.key)
-        metrics, protocols, layers = record.metrics, record.protocols, record.layers
-        warnings = list(record.warnings)
-        if run.diagnostics and not _has(record, "diagnostics"):
-            found = _diagnose(prepared, cell, batch_size)
-            metrics += found.as_metrics(run.task.name)
-            protocols += (found.protocol,)
-            layers = found.layers
-            warnings += found.warnings
-        if run.fidelity is not None and not _has(record, "fidelity"):
-            compared = baseline.compare(prepared, cell, samples)
-            if compared.metrics:  # what was missing before
-                warnings = [text for text in warnings if not text.startswith(NO_ANSWERS)]
-            metrics += compared.metrics
-            protocols += compared.protocols
-            warnings += compared.warnings
-            if len(compared.rows) == len(samples):
-                samples = [
-                    {**sample, **row} for sample, row in zip(samples, compared.rows, strict=True)
-                ]
-        return record.model_copy(
-            update={
-                "key": self._key(cell),
-                "spec": run,
-                "metrics": metrics,
-                "protocols": protocols,
-                "layers": layers,
-                "warnings": tuple(dict.fromkeys(warnings)),
-                "provenance": provenance(
-                    prepared, started=started, seconds=time.perf_counter() - clock
-                ),
-            }
-        ), samples
-
-    def _scored(
-        self, prepared: PreparedModel, cell: Cell, batch_size: int
-    ) -> tuple[RunRecord, Samples]:
-        """Return the cell's scores and nothing besides."""
-        run = cell.spec
-        assert cell.data is not None
-        outcome = harness.evaluate(
-            prepared, run.task, cell.data, batch_size=batch_size, quiet=self._rules.quiet
-        )
-        warnings = [*prepared.warnings, *outcome.warnings]
-        if batch_size < run.batch_size:
-            warnings.append(
-                f"out of memory with a batch of {run.batch_size}: measured with {batch_size}"
-            )
-        data = cell.data.infos
-        if cell.calibration is not None and cell.calibration.sha256 == data[0].sha256:
-            warnings.append("calibration and evaluation read the same text")
-        if cell.calibration is not None:
-            data = (*data, cell.calibration)
-        record = RunRecord(
-            key=self._key(cell),
-            spec=run,
-            card=cell.card,
-            status="ok",
-            metrics=outcome.metrics,
-            coverage=prepared.coverage,
-            protocols=(outcome.protocol,),
-            data=data,
-            warnings=tuple(warnings),
-        )
-        return record, outcome.samples
 
     def _store_alone(self, cell: Cell, record: RunRecord) -> None:
         """Store a record of a cell whose lock is not held."""
@@ -399,81 +313,10 @@ class Runner:
             (self._out / f"{cell.identity}.json").unlink(missing_ok=True)
         if record.status == "ok":
             # The same scores with less besides would stand in a table twice.
-            for key in _keys_with_less(cell):
+            for key in keys_with_less(cell):
                 for suffix in (".json", ".samples.jsonl"):
                     (self._out / f"{key}{suffix}").unlink(missing_ok=True)
         self._observer.finished(cell, record, reused=False)
-
-
-def find_record(out: Path, cell: Cell) -> RunRecord | None:
-    """Return the cell's record in a folder, whatever its status; one with numbers if there is one.
-
-    Raises:
-        RecordError: The record is damaged.
-    """
-    if cell.data is None:
-        return None
-    failed = None
-    for key in (cell.key, *_keys_with_more(cell)):
-        path = out / f"{key}.json"
-        if path.exists():
-            record = read_record(path)
-            if record.status != "failed":
-                return record
-            failed = failed or record
-    return failed
-
-
-def find_scores(out: Path, cell: Cell) -> RunRecord | None:
-    """Return the record of the cell's scores, with some but not all that is asked for besides.
-
-    Raises:
-        RecordError: It is damaged.
-    """
-    for key in (cell.key, *_keys_with_less(cell)):
-        path = out / f"{key}.json"
-        if path.exists() and (record := read_record(path)).status == "ok":
-            return record
-    return None
-
-
-def _keys_with_more(cell: Cell) -> list[str]:
-    """Return the keys of records that have all that the cell asks for, and more."""
-    return _keys(cell, lambda wanted, has: wanted <= has)
-
-
-def _keys_with_less(cell: Cell) -> list[str]:
-    """Return the keys of records with the cell's scores and less besides, the fullest first."""
-    return _keys(cell, lambda wanted, has: has <= wanted)
-
-
-def _keys(cell: Cell, fits: Callable[[set[str], set[str]], bool]) -> list[str]:
-    spec = cell.spec
-    dtype = spec.fidelity or cell.reference_dtype
-    wanted = {name for name in ("diagnostics", "fidelity") if getattr(spec, name)}
-    names = {"diagnostics"} - ({"diagnostics"} if is_question(spec.task) else set())
-    names |= {"fidelity"} if dtype is not None else set()
-    found = []
-    for has in (names, {"diagnostics"} & names, {"fidelity"} & names, set[str]()):
-        if has != wanted and fits(wanted, has):
-            fidelity = dtype if "fidelity" in has else None
-            found.append(cell.key_with(diagnostics="diagnostics" in has, fidelity=fidelity))
-    return list(dict.fromkeys(found))
-
-
-def _has(record: RunRecord, kind: str) -> bool:
-    """Tell whether a record has what is measured besides scores."""
-    return any(item.name.startswith(f"{kind}-") for item in record.protocols)
-
-
-def _diagnose(prepared: PreparedModel, cell: Cell, batch_size: int) -> Diagnostics:
-    """Measure on the very windows that were scored."""
-    from oasis_eval.diagnostics.measure import measure
-
-    assert cell.data is not None
-    windows = harness.input_windows(prepared, cell.spec.task, cell.data)
-    by_position = parse_protocol(cell.spec.task.protocol).kind == "context"
-    return measure(prepared, windows, batch_size=batch_size, by_position=by_position)
 
 
 def _by_model(cells: Sequence[Cell]) -> list[list[Cell]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oasis_eval import execution, plan
+from oasis_eval import measurement, plan
 from oasis_eval.errors import DataError
 from oasis_eval.fidelity import answer_flips
 from oasis_eval.harness import run as harness
@@ -106,7 +106,7 @@ def test_only_what_is_missing_is_measured(
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_reference_dtype", lambda scheme, dtype: None)
         half = run(model, tmp_path / "runs", data=data, diagnostics=True).records[1]
-    monkeypatch.setattr(execution, "_diagnose", never)
+    monkeypatch.setattr(measurement, "_diagnose", never)
     whole = run(model, tmp_path / "runs", data=data, diagnostics=True).records[1]
     again = run(model, tmp_path / "runs", data=data, diagnostics=True)
     plain = run(model, tmp_path / "runs", data=data)

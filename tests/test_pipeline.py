@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import LlamaModel
 
-from oasis_eval import execution, pipeline
+from oasis_eval import execution, measurement, pipeline
 from oasis_eval.errors import (
     CheckpointError,
     OasisError,
@@ -515,7 +515,7 @@ def test_an_unexpected_error_keeps_its_traceback(
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("by\nzero")
 
-    monkeypatch.setattr(execution.harness, "evaluate", fail)
+    monkeypatch.setattr(measurement.harness, "evaluate", fail)
 
     call = run(schemes=["fp32", "w8a8"])
 

@@ -10,7 +10,8 @@ from typing import Literal
 from oasis_eval import checkpoint
 from oasis_eval.cells import Cell
 from oasis_eval.errors import OasisError, RecordError
-from oasis_eval.execution import Observer, find_record
+from oasis_eval.execution import Observer
+from oasis_eval.lookup import finished_record
 from oasis_eval.plan import Texts
 from oasis_eval.record import RunRecord
 from oasis_eval.spec import ModelCard
@@ -92,12 +93,33 @@ class Ledger(Observer):
         """Find the cells that have their record already; failed ones may stay open."""
         for entry in self.open:
             try:
-                record = find_record(out, entry.cell) if entry.cell.problem is None else None
+                found = self._finished(out, entry, retry_failed=retry_failed)
             except RecordError as error:
                 self.lost([entry.cell], error)
                 continue
-            if record is not None and not (retry_failed and record.status == "failed"):
-                self.finished(entry.cell, record, reused=True)
+            if found is not None:
+                self.finished(entry.cell, found, reused=True)
+
+    def reopen(self, out: Path) -> bool:
+        """Open cells again that can be compared with what was not there before; tell whether any.
+
+        Answers to questions are compared with those of the unquantized model, which may have been
+        measured after them.
+        """
+        incomplete = [
+            entry
+            for entry in self.entries
+            if entry.state == "ok" and self._finished(out, entry, retry_failed=False) is None
+        ]
+        for entry in incomplete:
+            entry.state = "open"
+        return bool(incomplete)
+
+    @staticmethod
+    def _finished(out: Path, entry: Entry, *, retry_failed: bool) -> RunRecord | None:
+        if entry.cell.problem is not None:
+            return None
+        return finished_record(out, entry.cell, retry_failed=retry_failed)
 
     # --- what an observer is told -----------------------------------------------------------
 

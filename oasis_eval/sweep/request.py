@@ -6,7 +6,7 @@ from oasis_eval.cells import Cell
 from oasis_eval.parsing import Spec
 from oasis_eval.plan import Texts
 from oasis_eval.quant.support import unsupported
-from oasis_eval.spec import ModelCard, RunSpec
+from oasis_eval.spec import Dtype, ModelCard, RunSpec
 
 
 class CellRequest(Spec):
@@ -16,6 +16,7 @@ class CellRequest(Spec):
     card: ModelCard
     fewshot_file: str | None
     calibration_file: str | None
+    reference_dtype: Dtype | None
     digest: str | None
     """Of the checkpoint, which is compared with what is loaded."""
 
@@ -27,6 +28,7 @@ class CellRequest(Spec):
             card=cell.card,
             fewshot_file=cell.fewshot_file,
             calibration_file=cell.calibration_file,
+            reference_dtype=cell.reference_dtype,
             digest=cell.digest,
         )
 
@@ -39,6 +41,7 @@ class CellRequest(Spec):
             digest=self.digest,
             fewshot_file=self.fewshot_file,
             calibration_file=self.calibration_file,
+            reference_dtype=self.reference_dtype,
         )
         texts.give(cell)
         return cell

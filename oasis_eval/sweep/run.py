@@ -58,11 +58,15 @@ def sweep(grid: SweepSpec, plan: Plan, stream: TextIO) -> Ledger:
         if plan.retry_failed:
             for entry in ledger.open:
                 runner.forget_failure(entry.cell)
-        if plan.jobs is None:
-            runner.run([entry.cell for entry in ledger.open])
-        else:
+        if plan.jobs is not None:
             runner.run([entry.cell for entry in ledger.open if not entry.cell.can_run])
-            Team(ledger, board, runner, plan.out, plan.jobs, plan.cell_seconds).run()
+        for _ in range(2):
+            if plan.jobs is None:
+                runner.run([entry.cell for entry in ledger.open])
+            else:
+                Team(ledger, board, runner, plan.out, plan.jobs, plan.cell_seconds).run()
+            if not ledger.reopen(plan.out):
+                break
     return ledger
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from oasis_eval import execution
+from oasis_eval import execution, measurement
 from oasis_eval.errors import OutputError, RecordError, SpecError, TimeLimitError
 from oasis_eval.harness.run import evaluate as harness_evaluate
 from oasis_eval.parsing import parse
@@ -44,7 +44,7 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, scheme: str, error: Exception) -> N
             raise error
         return harness_evaluate(prepared, *args, **options)
 
-    monkeypatch.setattr(execution.harness, "evaluate", measure)
+    monkeypatch.setattr(measurement.harness, "evaluate", measure)
 
 
 # --- what runs ----------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_cell_that_takes_too_long_fails_and_the_model_is_loaded_again(
         return harness_evaluate(prepared, task, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(execution.harness, "evaluate", measure)
+        patch.setattr(measurement.harness, "evaluate", measure)
         ledger = run(grid(schemes=["fp32", "w8a8", "bf16"]), cell_seconds=5000)
 
     assert all(4000 < seconds <= 5000 for seconds in armed)
@@ -222,7 +222,7 @@ def limit_batch(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return harness_evaluate(*args, batch_size=batch_size, **options)
 
-    monkeypatch.setattr(execution.harness, "evaluate", measure)
+    monkeypatch.setattr(measurement.harness, "evaluate", measure)
     return tried
 
 

@@ -18,6 +18,7 @@ from oasis_eval.quant.ranges import fake_quantize_weight
 from oasis_eval.quant.replacement import LibraryApplied
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.quant.support import unsupported
+from oasis_eval.spec import QuantScheme
 from tests.quant.conftest import build_llama, logits_of, nll_of
 from tests.quant.of_libraries import (
     CHANNEL,
@@ -174,3 +175,32 @@ def test_outputs_are_refused() -> None:
     reason = unsupported(resolve("quanto-w8a8").model_copy(update=regions))
 
     assert reason == "scheme 'mine': optimum-quanto does not quantize region linear_outputs"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "changes", "text"),
+    [
+        ("quanto-w8a8", "activations", {"momentum": 0.5}, "momentum 0.9"),
+        ("quanto-w8a8", "activations", {"percentile": 99.0}, "running min-max"),
+        ("quanto-w8a8", "activations", {"symmetric": False}, "no asymmetric 8-bit activations"),
+        ("quanto-w4a16", "weights", {"symmetric": True}, "asymmetric min-max integers"),
+        ("quanto-w4a16", "weights", {"ranges": "mse"}, "asymmetric min-max integers"),
+        ("quanto-w4a16", "weights", {"group_size": 64}, "in groups of 128"),
+        ("nf4", None, {"outlier_threshold": 6.0}, "is for int8 weights"),
+        ("quanto-w8a16", None, {"outlier_threshold": 6.0}, "belongs to backend 'bitsandbytes'"),
+        ("llm-int8", None, {"transforms": [{"kind": "gptq"}]}, "GPTQ decides the codes itself"),
+    ],
+)
+def test_settings_that_a_library_has_not(
+    scheme: str, part: str | None, changes: dict[str, object], text: str
+) -> None:
+    """Each by itself is refused before anything loads, and never taken for another."""
+    content = resolve(scheme).model_dump() | {"name": "mine"}
+    settings = changes if part is None else {part: content[part] | changes}
+    if "transforms" in changes:
+        settings = settings | {"calibration": {}}
+    assert unsupported(resolve(scheme)) is None or scheme == "quanto-w4a16"
+    reason = unsupported(QuantScheme.model_validate(content | settings))
+
+    assert reason is not None
+    assert text in reason

@@ -287,7 +287,7 @@ def read_samples(folder: Path, key: str) -> list[dict[str, object]]:
     try:
         with path.open(encoding="utf-8") as file:
             return [json.loads(line) for line in file]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RecordError(f"{path}: not readable as samples ({error})") from error
 
 

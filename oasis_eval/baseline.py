@@ -158,4 +158,4 @@ class Baseline:
 
 
 def _asks(cell: Cell) -> bool:
-    return parse_protocol(cell.spec.task.protocol).kind == "gsm8k"
+    return parse_protocol(cell.spec.task.protocol).asks

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from oasis_eval.errors import DataError, UnknownNameError
-from oasis_eval.minicorpus import mixture
+from oasis_eval.minicorpus import mixture, passkey
 from oasis_eval.minicorpus.chance import SPLITS
 from oasis_eval.paths import data_folder
 from oasis_eval.record import DataInfo
 
 Layout = Literal["wikitext", "plain", "documents", "sentences"]
 Row = dict[str, str]
+Generated = mixture.Name | Literal["passkey"]
 
 _HEADING = re.compile(r"^ = (?:[^=\n]|[^=\n].*[^=\n]) = \r?\n?$")
 _HELD_OUT_PER_MILLE = 1
@@ -40,10 +41,25 @@ class HubData:
     layout: Layout
     held_out: bool = False
     """Keep only our own held-out rows, for sets that have no test split."""
-    generated: mixture.Name | None = None
+    generated: Generated | None = None
     """What `minicorpus` calls it, for sets that the suite makes itself."""
     num_rows: int = 0
     """Of each split of a generated set."""
+
+
+def _made_here(generated: Generated, columns: tuple[str, ...], *, num_rows: int) -> HubData:
+    """Return a data set that the suite generates."""
+    is_passkey = generated == "passkey"
+    return HubData(
+        repo="oasis-eval:passkey" if is_passkey else "oasis-eval:minicorpus",
+        config=None,
+        split="test",
+        revision=str(passkey.VERSION if is_passkey else mixture.VERSION),
+        columns=columns,
+        layout="documents",
+        generated=generated,
+        num_rows=num_rows,
+    )
 
 
 DATA_SETS: dict[str, HubData] = {
@@ -83,26 +99,9 @@ DATA_SETS: dict[str, HubData] = {
         columns=("question", "answer"),
         layout="documents",
     ),
-    "mini_ppl": HubData(
-        repo="oasis-eval:minicorpus",
-        config=None,
-        split="test",
-        revision=str(mixture.VERSION),
-        columns=("text",),
-        layout="documents",
-        generated="mini_ppl",
-        num_rows=300,
-    ),
-    "mini_gsm": HubData(
-        repo="oasis-eval:minicorpus",
-        config=None,
-        split="test",
-        revision=str(mixture.VERSION),
-        columns=("question", "answer"),
-        layout="documents",
-        generated="mini_gsm",
-        num_rows=500,
-    ),
+    "mini_ppl": _made_here("mini_ppl", ("text",), num_rows=300),
+    "mini_gsm": _made_here("mini_gsm", ("question", "answer"), num_rows=500),
+    "passkey": _made_here("passkey", ("number", "key", "depth"), num_rows=50),
 }
 _GENERATED_SEED = 0
 
@@ -351,12 +350,15 @@ def _names(columns: tuple[str, ...]) -> str:
 # --- generator --------------------------------------------------------------------------------
 
 
-def _generate(name: str, hub: HubData, generated: mixture.Name, split: str) -> Corpus:
-    for known in SPLITS:
-        if split == known:
-            rows = mixture.rows(generated, known, _GENERATED_SEED, hub.num_rows)
-            return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
-    raise DataError(f"{name}: no split {split!r}; expected one of {', '.join(SPLITS)}")
+def _generate(name: str, hub: HubData, generated: Generated, split: str) -> Corpus:
+    known = (hub.split,) if generated == "passkey" else SPLITS
+    if split not in known:
+        raise DataError(f"{name}: no split {split!r}; expected one of {', '.join(known)}")
+    if generated == "passkey":
+        rows = passkey.rows(_GENERATED_SEED, hub.num_rows)
+    else:
+        rows = mixture.rows(generated, split, _GENERATED_SEED, hub.num_rows)  # type: ignore[arg-type]  # checked above
+    return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
 
 
 # --- hub --------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def load(card: ModelCard, *, dtype: Dtype, device: str = "cpu") -> Reference:
         raise CardMismatchError(
             f"{card.name}: the card says family {card.family!r}, the checkpoint is {stored_type!r}"
         )
-    tokenizer = _load_tokenizer(folder)
+    tokenizer = load_tokenizer(folder)
     vocabulary = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > vocabulary:
         raise CheckpointError(
@@ -346,7 +346,12 @@ def _same(stored: torch.Tensor, loaded: torch.Tensor) -> bool:
     return torch.allclose(stored.to(loaded.dtype), loaded, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a checkpoint folder.
+
+    Raises:
+        CheckpointError: It has none that can be used.
+    """
     with checkpoint.as_checkpoint_error(f"{folder}: no usable tokenizer"):
         return AutoTokenizer.from_pretrained(
             folder,

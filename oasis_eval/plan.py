@@ -107,11 +107,15 @@ def task_refs(spec: EvaluationSpec) -> list[TaskRef]:
 
 def is_question(task: TaskRef) -> bool:
     """Tell whether a task asks questions; the others score text, and have windows to diagnose."""
-    return parse_protocol(task.protocol).kind == "gsm8k"
+    return parse_protocol(task.protocol).asks
 
 
 def _task_ref(spec: EvaluationSpec, task: str, protocol: Protocol) -> TaskRef:
-    asks = protocol.kind == "gsm8k"
+    asks = protocol.asks
+    if spec.chat_template and protocol.kind == "passkey":
+        raise SpecError(
+            "--chat-template: a passkey prompt is a text to go on with; leave the option out"
+        )
     return TaskRef(
         name=task,
         protocol=protocol.name,

@@ -139,6 +139,20 @@ def share_difference(first_Q: Sequence[bool], second_Q: Sequence[bool]) -> Inter
     return Interval(estimate, max(-1.0, center - reach), min(1.0, center + reach))
 
 
+def wilson(right: int, count: int) -> Interval:
+    """Return a share of right answers with Wilson's score interval (Wilson 1927).
+
+    It keeps its level for few questions and for shares of 0 and 1, where a standard error is 0.
+
+    Raises:
+        ValueError: There are no questions, or more right answers than questions.
+    """
+    if not 0 <= right <= count or count == 0:
+        raise ValueError(f"{right} right answers of {count}")
+    interval = stats.binomtest(right, count).proportion_ci(LEVEL, method="wilson")
+    return Interval(right / count, float(interval.low), float(interval.high))
+
+
 def mean_over_seeds(values_S: Sequence[float]) -> Interval:
     """Return the mean over training seeds with Student's t interval.
 

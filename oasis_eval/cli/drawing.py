@@ -28,8 +28,8 @@ def figures(
     kind: Annotated[
         str,
         typer.Option(
-            help="perplexity, outliers, sink-mass, null-mass, depth-routing, context, attention; "
-            "default: all that can be drawn.",
+            help="perplexity, outliers, sink-mass, null-mass, depth-routing, context, passkey, "
+            "attention; default: all that can be drawn.",
         ),
     ] = "",
     where: Annotated[

@@ -15,10 +15,13 @@ from oasis_eval.corpus import Corpus, encode, head_tokens
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.parsing import content_hash
 
-Kind = Literal["gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "context", "gsm8k"]
+Kind = Literal[
+    "gptq", "rolling-word", "qualcomm", "openattnres", "llamacpp", "context", "gsm8k", "passkey"
+]
 _NAME = re.compile(
     r"^(gptq|qualcomm|openattnres|llamacpp|context)-(\d+)$|^(rolling-word)(?:-(\d+))?$"
 )
+_PASSKEY = re.compile(r"^passkey-(\d+)$")
 _GSM8K = re.compile(r"^gsm8k-(\d+)shot$")
 VERSIONS: dict[Kind, int] = {
     "gptq": 1,
@@ -28,10 +31,13 @@ VERSIONS: dict[Kind, int] = {
     "llamacpp": 1,
     "context": 1,
     "gsm8k": 2,
+    "passkey": 1,
 }
 """Raised when a change of the code changes a protocol's numbers."""
 _OPENATTNRES_WINDOWS = 200
 _QUALCOMM_GROUP = 1000
+_SHORTEST_PASSKEY = 256
+_MOST_PASSKEY_LENGTHS = 4
 CONTEXT_UNIT = 1024
 """Scored tokens that a limit of 1 means under `context-N`, whatever N."""
 DEFAULTS = (
@@ -52,12 +58,15 @@ TASKS: dict[str, str] = {
     "gsm8k": "gsm8k-5shot",
     "mini_ppl": "gptq-256",
     "mini_gsm": "gsm8k-0shot",
+    "passkey": "passkey-1024",
 }
 """Task names of `evaluate` and their default protocols."""
 QUESTION_TASKS = tuple(task for task, protocol in TASKS.items() if _GSM8K.match(protocol))
-"""Tasks that ask questions; the others score text."""
+"""Tasks that ask questions in GSM8K's form, with examples from a training split."""
+ASKING: tuple[Kind, ...] = ("gsm8k", "passkey")
+"""Kinds of protocols that ask and score answers; the others score text."""
 DEFAULT_NEW_TOKENS = 256
-_NEW_TOKENS = {"mini_gsm": 64}
+_NEW_TOKENS = {"mini_gsm": 64, "passkey": 16}
 
 Details = dict[str, str | int | float | bool | None]
 """What a run decided that changes its numbers."""
@@ -90,6 +99,20 @@ class Protocol:
         return VERSIONS[self.kind]
 
     @property
+    def asks(self) -> bool:
+        """Whether it asks and scores answers; if not, it scores text."""
+        return self.kind in ASKING
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Context lengths of `passkey-N`: N and its halves, at most four, from 256 on."""
+        if self.kind != "passkey" or self.window is None:
+            return ()
+        halves = [self.window >> at for at in range(_MOST_PASSKEY_LENGTHS)]
+        kept = [length for length in halves[1:] if length >= _SHORTEST_PASSKEY]
+        return (*reversed(kept), self.window)
+
+    @property
     def sha256(self) -> str:
         """Hash of name, version and summary."""
         return content_hash([self.name, self.version, self.summary])
@@ -118,6 +141,9 @@ class Protocol:
             "context": f"one token stream, windows of {size} tokens, each headed by the "
             "tokenizer's start tokens, every token but the stream's first scored once whatever "
             "the window, tail included, per token",
+            "passkey": f"a five-digit number in generated prose at five depths, contexts of "
+            f"{', '.join(str(length) for length in self.lengths)} tokens with the answer, greedy, "
+            "first number of the completion compared digit by digit",
             "gsm8k": f"{self.shots}-shot, greedy, first completion, numbers compared as numbers",
         }[self.kind]
 
@@ -131,15 +157,23 @@ def parse_protocol(name: str) -> Protocol:
     """
     if match := _GSM8K.match(name):
         return Protocol(name=name, kind="gsm8k", window=None, shots=int(match[1]))
+    if match := _PASSKEY.match(name):
+        return Protocol(name=name, kind="passkey", window=int(match[1]))
     match = _NAME.match(name)
     if match is None:
-        raise UnknownNameError("protocol", name, [*DEFAULTS, "gsm8k-5shot"])
+        raise UnknownNameError("protocol", name, [*DEFAULTS, "gsm8k-5shot", "passkey-1024"])
     kind: Any = match[1] or match[3]
     size = match[2] or match[4]
     window = int(size) if size else None
     if window is not None and window < (4 if kind == "llamacpp" else 2):
         raise SpecError(f"protocol {name!r}: a window of {window} tokens scores nothing")
     return Protocol(name=name, kind=kind, window=window)
+
+
+def fits(protocol: Protocol, task: str) -> bool:
+    """Tell whether a protocol can score a task: texts, questions and passkeys are apart."""
+    own = parse_protocol(TASKS[task])
+    return protocol.kind == own.kind if protocol.asks or own.asks else True
 
 
 def new_tokens(task: str) -> int:

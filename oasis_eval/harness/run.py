@@ -14,12 +14,12 @@ from oasis_eval import corpus
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.harness.answers import FILTERS
 from oasis_eval.harness.protocols import (
-    QUESTION_TASKS,
     TASKS,
     Details,
     Protocol,
     Window,
     detokenizer,
+    fits,
     parse_protocol,
     plan,
     texts_of,
@@ -65,8 +65,7 @@ def protocols_for(task: str, protocols: Sequence[Protocol]) -> list[Protocol]:
     """
     if task not in TASKS:
         raise UnknownNameError("task", task, TASKS)
-    is_question = task in QUESTION_TASKS
-    chosen = [item for item in protocols if (item.kind == "gsm8k") == is_question]
+    chosen = [item for item in protocols if fits(item, task)]
     return chosen or [parse_protocol(TASKS[task])]
 
 
@@ -110,6 +109,7 @@ def evaluate(
     from lm_eval.evaluator import evaluate as lm_evaluate
     from lm_eval.tasks import TaskManager
 
+    from oasis_eval.harness import passkey
     from oasis_eval.harness.lm import OasisLM
 
     protocol = parse_protocol(task.protocol)
@@ -120,7 +120,10 @@ def evaluate(
         "shots": protocol.shots,
         "loaded": data.corpora[0],
         "loaded_train": data.corpora[1] if len(data.corpora) > 1 else None,
+        "tokenizer": prepared.tokenizer,
+        "max_new_tokens": task.max_new_tokens,
     }
+    passkey.check_positions(prepared, protocol)
     manager = TaskManager(
         include_path=str(data_folder("tasks")), include_defaults=False, metadata=metadata
     )
@@ -129,7 +132,7 @@ def evaluate(
         loaded = manager.load(names)
     for item in loaded["tasks"].values():
         item.set_fewshot_seed(seed=FEWSHOT_SEED)
-        if protocol.kind == "gsm8k":
+        if protocol.asks:
             item.set_config(key="num_fewshot", value=protocol.shots)
             if item.OUTPUT_TYPE == "generate_until":
                 item.set_config(
@@ -140,7 +143,7 @@ def evaluate(
             elif task.chat_template:  # an answer is a turn of its own there
                 item.set_config(key="doc_to_target", value="{{answer}}")
     model = OasisLM(prepared, batch_size=batch_size, quiet=quiet)
-    per_item = protocol.per_document or protocol.kind == "gsm8k"
+    per_item = protocol.per_document or protocol.asks
     with _own_progress_only():
         result = lm_evaluate(
             lm=model,
@@ -154,6 +157,10 @@ def evaluate(
     assert result is not None  # only ranks above 0 get None
     if protocol.kind == "gsm8k":
         return _question_outcome(result, task, protocol, batch_size)
+    if protocol.kind == "passkey":
+        samples = passkey.samples_of(result, task)
+        details = passkey.details_of(task, protocol, batch_size)
+        return Outcome(passkey.metrics_of(samples, task), _info(protocol, details), samples, ())
     return _text_outcome(result, names[0], task, protocol, batch_size)
 
 
@@ -209,7 +216,7 @@ def _own_progress_only() -> Iterator[None]:
 
 
 def _lm_eval_names(task: str, protocol: Protocol) -> list[str]:
-    if protocol.kind == "gsm8k":
+    if protocol.asks:
         return [f"oasis_{task}", f"oasis_{task}_answer"]
     return [f"oasis_{task}_word" if protocol.per_document else f"oasis_{task}"]
 

@@ -12,7 +12,7 @@ SortKey = tuple[object, ...]
 _DTYPES = ("fp32", "bf16", "fp16")
 _UNQUANTIZED_BITS = 16
 _KNOWN: dict[str, tuple[str, ...]] = {
-    "task": ("wikitext2", "wiki40b", "bookcorpus", "gsm8k", "mini_ppl", "mini_gsm"),
+    "task": ("wikitext2", "wiki40b", "bookcorpus", "gsm8k", "mini_ppl", "mini_gsm", "passkey"),
     "variant": (
         "plain",
         "vanilla",

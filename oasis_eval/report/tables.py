@@ -155,6 +155,8 @@ def _usual_metric(protocol: str) -> str:
     """Return the metric that a protocol is run for, where no run of it finished."""
     if protocol.startswith("gsm8k"):
         return "pass@1"
+    if protocol.startswith("passkey"):
+        return "exact_match"
     return "word_perplexity" if protocol.startswith("rolling") else "token_perplexity"
 
 

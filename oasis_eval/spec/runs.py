@@ -16,8 +16,8 @@ class TaskRef(Spec):
     """One task, how it is scored, and on which text."""
 
     name: str
-    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, `mini_ppl`, `mini_gsm`, or `text` for one's
-    own file."""
+    """`wikitext2`, `wiki40b`, `bookcorpus`, `gsm8k`, `mini_ppl`, `mini_gsm`, `passkey`, or `text`
+    for one's own file."""
     protocol: str
     """Named protocol; for GSM8K it is `gsm8k-5shot` or one with another number of shots."""
     data: str | None = None

@@ -19,7 +19,7 @@ from typing import Any
 from oasis_eval import checkpoint
 from oasis_eval.cells import Cell
 from oasis_eval.errors import OasisError, RecordError
-from oasis_eval.harness.protocols import parse_protocol
+from oasis_eval.harness.protocols import CONTEXT_UNIT, parse_protocol
 from oasis_eval.plan import is_question
 from oasis_eval.record import RunRecord, read_record
 from oasis_eval.spec import Dtype, RunSpec
@@ -250,6 +250,9 @@ def _num_tokens(cell: Cell) -> float:
     assert cell.data is not None
     task, protocol = cell.spec.task, parse_protocol(cell.spec.task.protocol)
     rows = cell.data.corpora[0].rows
+    if protocol.kind == "passkey":
+        prompts = [length for _ in rows for length in protocol.lengths][: task.limit]
+        return 2.0 * sum(prompts) + len(prompts) * (task.max_new_tokens or 0) * _DECODING_COST
     if protocol.kind == "gsm8k":
         questions = rows[: task.limit]
         examples = cell.data.corpora[1].rows if len(cell.data.corpora) > 1 else ()
@@ -261,7 +264,8 @@ def _num_tokens(cell: Cell) -> float:
         rows = rows[: task.limit]
     tokens = sum(len(row["text"]) for row in rows) / _CHARACTERS_PER_TOKEN
     if task.limit and protocol.window and not protocol.per_document:
-        tokens = min(tokens, task.limit * protocol.window)
+        unit = CONTEXT_UNIT if protocol.kind == "context" else protocol.window
+        tokens = min(tokens, task.limit * unit)
     return tokens * (2.0 if cell.spec.diagnostics else 1.0)
 
 

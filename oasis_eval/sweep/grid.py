@@ -8,7 +8,7 @@ from pathlib import Path
 
 from oasis_eval.cells import Cell
 from oasis_eval.errors import SpecError
-from oasis_eval.harness.protocols import QUESTION_TASKS, parse_protocol
+from oasis_eval.harness.protocols import TASKS, fits, parse_protocol
 from oasis_eval.parsing import parse, read_yaml
 from oasis_eval.plan import cells_of
 from oasis_eval.spec import SEED, EvaluationSpec, Exclusion, Inclusion, Settings, SweepSpec
@@ -84,11 +84,13 @@ def _included(grid: SweepSpec, inclusion: Inclusion) -> Iterator[EvaluationSpec]
     given = inclusion.model_fields_set
     changes = {name: getattr(inclusion, name) for name in given}
     tasks = inclusion.tasks if "tasks" in given else grid.tasks
-    kinds = {task in QUESTION_TASKS for task in tasks}
+    kinds = {parse_protocol(TASKS[task]).asks for task in tasks if task in TASKS}
     # What is inherited and fits none of these tasks is not meant for them.
     if "protocols" not in given:
         changes["protocols"] = tuple(
-            name for name in grid.protocols if (parse_protocol(name).kind == "gsm8k") in kinds
+            name
+            for name in grid.protocols
+            if any(fits(parse_protocol(name), task) for task in tasks if task in TASKS)
         )
     if "diagnostics" not in given and kinds == {True}:
         changes["diagnostics"] = False

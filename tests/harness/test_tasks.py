@@ -15,7 +15,6 @@ from oasis_eval.harness import run as harness
 from oasis_eval.harness.lm import OasisLM
 from oasis_eval.harness.protocols import (
     DEFAULTS,
-    QUESTION_TASKS,
     TASKS,
     parse_protocol,
     with_window,
@@ -52,8 +51,11 @@ def test_every_task_file_loads(tmp_path: Path, name: str) -> None:
     """lm-eval drops a broken file without a word, so each is asked for by its name."""
     path = tmp_path / "data.jsonl"
     row = {"text": "Some text.", "question": "How many?", "answer": "#### 1"}
+    row |= {"number": "1", "key": "12345", "depth": "0.5"}
     path.write_text(json.dumps(row) + "\n")
-    metadata = {"data": str(path), "fewshot_data": str(path)}
+    metadata = {"data": str(path), "fewshot_data": str(path), "tokenizer": tiny.build_tokenizer()}
+    if "passkey" in name:
+        metadata["protocol"] = "passkey-300"
     manager = TaskManager(
         include_path=str(data_folder("tasks")), include_defaults=False, metadata=metadata
     )
@@ -64,7 +66,7 @@ def test_every_task_file_loads(tmp_path: Path, name: str) -> None:
     assert len(list(loaded[name].test_docs())) == 1
 
 
-@pytest.mark.parametrize("task", [task for task in TASKS if task not in QUESTION_TASKS])
+@pytest.mark.parametrize("task", [task for task in TASKS if not parse_protocol(TASKS[task]).asks])
 @pytest.mark.parametrize("protocol", DEFAULTS)
 def test_every_text_task_takes_every_text_protocol(
     measure: Measure, uniform_reference: Reference, task: str, protocol: str

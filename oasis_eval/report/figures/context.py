@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from oasis_eval.positions import last_positions
 from oasis_eval.record import RunRecord, perplexity, read_samples
 from oasis_eval.report.figures.lines import Panel, Point, Series, draw_panels
 from oasis_eval.report.figures.style import TEXT_INCHES, Drawing, stem_of
@@ -66,7 +67,7 @@ def _panels(
     }
     yield _panel("over context", over_context, order, windows, "perplexity")
     by_position = {name: tuple(_losses(cell, selection)) for name, cell in longest.items()}
-    yield _panel("by position in the longest", by_position, order, windows, "perplexity")
+    yield _panel("by position, longest context", by_position, order, windows, "perplexity")
     for statistic, label in (
         ("sink_mass", "mass on the first token (%)"),
         ("null_mass", "null mass (%)"),
@@ -79,7 +80,7 @@ def _panels(
             continue
         yield _panel("over context", means, order, windows, label)
         along = {name: tuple(_masses(cell, statistic)) for name, cell in longest.items()}
-        yield _panel("by position in the longest", along, order, windows, label)
+        yield _panel("by position, longest context", along, order, windows, label)
 
 
 def _panel(
@@ -120,6 +121,8 @@ def _point(cell: _Cell, name: str) -> Point:
 def _losses(cell: _Cell, selection: Selection) -> Iterator[Point]:
     """Yield perplexity by position, from the sums of every window, with its interval over them."""
     rows = read_samples(selection.folder(cell.record.key), cell.record.key)
+    # A short last window ends inside of a bucket.
+    ends = last_positions(cell.window)
     sums: dict[int, list[tuple[float, float]]] = {}
     for row in rows:
         lasts, nats, tokens = (
@@ -127,7 +130,8 @@ def _losses(cell: _Cell, selection: Selection) -> Iterator[Point]:
             for part in ("last", "nats", "tokens")
         )
         for last, loss, count in zip(lasts, nats, tokens, strict=True):
-            sums.setdefault(int(last), []).append((loss, count))
+            bucket = next(end for end in ends if last <= end)
+            sums.setdefault(min(bucket, cell.window), []).append((loss, count))
     for last, found in sorted(sums.items()):
         total, count = math.fsum(loss for loss, _ in found), sum(n for _, n in found)
         value = perplexity(total, count)

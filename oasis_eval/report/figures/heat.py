@@ -33,6 +33,8 @@ _LONGEST_ROW = 16
 _MOST_VECTOR_CELLS = 2500
 """Cells of a map from which on it is an image in the PDF, too."""
 _TICKS = (0.0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
+_FEW_TICKS = (0.0, 0.05, 0.25, 0.5, 1.0)
+_TALL_INCHES = 2.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ def add_bar(figure: Figure, axes: list[Axes], norm: Normalize, label: str) -> No
     bar = figure.colorbar(
         ScalarMappable(norm=norm, cmap=SHARES), ax=axes, fraction=0.04, pad=0.015, aspect=30
     )
-    bar.set_ticks(list(_TICKS), labels=[f"{tick:g}" for tick in _TICKS])
+    ticks = _TICKS if figure.get_figheight() > _TALL_INCHES else _FEW_TICKS
+    bar.set_ticks(list(ticks), labels=[f"{tick:g}" for tick in ticks])
     bar.ax.minorticks_off()
     bar.outline.set_linewidth(0.4)
     bar.set_label(plain(label))

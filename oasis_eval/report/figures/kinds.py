@@ -14,11 +14,13 @@ from oasis_eval.record import RunRecord, read_records
 from oasis_eval.report.figures import layers
 from oasis_eval.report.figures.attention import attention
 from oasis_eval.report.figures.context import context
+from oasis_eval.report.figures.passkey import passkey
 from oasis_eval.report.figures.perplexity import perplexity
 from oasis_eval.report.figures.style import Drawing, settings
 from oasis_eval.report.html.selection import Selection, select
 
 _MOST_NAMED = 4
+_USUAL_TASK = "wikitext2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,10 @@ KINDS: dict[str, Kind] = {
         "--protocol context-256,context-512,context-1024 --diagnostics",
         _always,
     ),
+    "passkey": Kind(passkey, "a passkey run", "--task passkey", _always),
 }
 """By the name that `--kind` takes."""
-_OWN_PROTOCOL = ("context",)
+_OWN_PROTOCOL = ("context", "passkey")
 """Kinds whose records nobody has by the way."""
 ATTENTION = "attention"
 NAMES = (*KINDS, ATTENTION)
@@ -158,26 +161,33 @@ def _draw_kind(
     if selection is None:
         return [], [f"{name}: no records; measure: oasis-eval evaluate MODEL {kind.arguments}"]
     found = list(kind.draw(selection))
-    finished = [record for record in selection.records if record.status == "ok"]
+    finished = [record for record in selection.records if _is_text(record)]
     without = [record for record in finished if not kind.can_have(record)]
     if found and not without:
         return found, []
-    count = f"{len(without)} of {len(selection.records)} records"
+    count = f"{len(without)} of {len(finished)} records of text"
     if without:
         return found, [f"{name}: {count} lack {kind.needs}; measure: {_command(without, kind)}"]
     if name in _OWN_PROTOCOL:
-        return found, [f"{name}: no record has {kind.needs}; measure: {_command(finished, kind)}"]
+        return found, [
+            f"{name}: no record has {kind.needs}; measure: {_command(selection.records, kind)}"
+        ]
     return found, [f"{name}: no record has {kind.needs}"]
+
+
+def _is_text(record: RunRecord) -> bool:
+    """Tell whether text was scored: what figures lack is measured on text, not on questions."""
+    return any(metric.name.endswith("perplexity") for metric in record.metrics)
 
 
 def _command(records: Sequence[RunRecord], kind: Kind) -> str:
     """Return the call of `evaluate` that measures what the records lack."""
     models = list(dict.fromkeys(record.spec.model for record in records))
-    tasks = list(dict.fromkeys(record.spec.task.name for record in records))
+    tasks = list(dict.fromkeys(item.spec.task.name for item in records if _is_text(item)))
     schemes = list(dict.fromkeys(record.spec.scheme.name for record in records))
     words = ["oasis-eval", "evaluate", *models[:_MOST_NAMED]]
     words += ["..."] if len(models) > _MOST_NAMED else []
-    words += ["--task", ",".join(tasks)]
+    words += [] if "--task" in kind.arguments else ["--task", ",".join(tasks or [_USUAL_TASK])]
     if "--scheme" not in kind.arguments:
         words += ["--scheme", ",".join(schemes)]
     return f"{shlex.join(words)} {kind.arguments}"

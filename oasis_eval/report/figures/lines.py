@@ -191,7 +191,8 @@ def _scale(
     axes.set_yscale("log" if found.log else "linear")
     top = low * (high / low) ** (1.0 / share) if found.log else low + (high - low) / share
     axes.set_ylim(low, top)
-    ticks = log_ticks(low, high) if found.log else list(MaxNLocator(5).tick_values(low, high))
+    locator = MaxNLocator(5, steps=[1, 2, 5, 10])
+    ticks = log_ticks(low, high) if found.log else list(locator.tick_values(low, high))
     ticks = [tick for tick in ticks if low <= tick <= high]
     axes.set_yticks(ticks if values else [], [tick_text(t) for t in ticks] if values else [])
     axes.minorticks_off()

@@ -103,7 +103,8 @@ def _metrics(group: Sequence[Observation]) -> Iterator[str]:
     if ANSWERS in names:
         yield ANSWERS
     if names == {None}:
-        yield ANSWERS if group[0].protocol.startswith("gsm8k") else TEXT_METRICS[-1]
+        asks = group[0].protocol.startswith(("gsm8k", "passkey"))
+        yield ANSWERS if asks else TEXT_METRICS[-1]
 
 
 def _line(group: Sequence[Observation], metric: str, selection: Selection) -> Line:

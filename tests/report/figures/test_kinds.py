@@ -9,7 +9,13 @@ import pytest
 
 from oasis_eval.errors import RecordError, UnknownNameError
 from oasis_eval.quant import schemes
-from oasis_eval.record import LayerStat, RunRecord, read_records, write_record
+from oasis_eval.record import (
+    LayerStat,
+    RunRecord,
+    read_records,
+    write_record,
+    write_samples,
+)
 from oasis_eval.report.figures.kinds import Sources, draw
 from oasis_eval.report.figures.perplexity import Place, place_of
 from oasis_eval.report.figures.style import Drawing
@@ -176,14 +182,16 @@ def test_a_lack_is_named_with_the_command_that_measures_it() -> None:
 
     assert any(item.stem.startswith("outliers") for item in drawings)
     line = next(text for text in lacking if text.startswith("outliers"))
-    assert "1 of 2 records lack diagnostics" in line
+    assert "1 of 2 records of text lack diagnostics" in line
     assert line.endswith("oasis-eval evaluate other --task wikitext2 --scheme w8a8 --diagnostics")
 
 
 def test_a_kind_that_was_asked_for_and_has_nothing_is_an_error() -> None:
     """Not a command that ends well without a file."""
     plain = record("other", "w8a8", metrics={"token_perplexity": 9.0})
-    with pytest.raises(RecordError, match="outliers: 1 of 1 records lack diagnostics; measure"):
+    with pytest.raises(
+        RecordError, match="outliers: 1 of 1 records of text lack diagnostics; measure"
+    ):
         drawn("outliers", plain)
     with pytest.raises(RecordError, match="attention: no attention maps; capture them"):
         drawn("attention", plain)
@@ -230,7 +238,114 @@ def test_command(
     (path,) = [Path(text) for text in done.out.split()]
     assert path.parent == tmp_path / "out"
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert done.err.startswith("not drawn: outliers: 1 of 2 records lack diagnostics")
+    assert done.err.startswith("not drawn: outliers: 1 of 2 records of text lack diagnostics")
     refused = call(["figures", tmp_path / "runs", "--kind", "maps"])
     assert refused.status == 2
     assert "unknown figure kind 'maps'" in refused.err
+
+
+# --- context and passkey ------------------------------------------------------------------------
+
+
+def context_record(folder: Path, window: int, scheme: str, *, factor: float) -> RunRecord:
+    """Two windows with losses by position, and masses of one layer."""
+    lasts = [1, 2, 3, 4]
+    rows: list[dict[str, object]] = [
+        {
+            "task": "text",
+            "protocol": f"context-{window}",
+            "document": 0,
+            "window": at,
+            "nll_nats": factor * 10.0 * (at + 1),
+            "num_tokens": 4,
+            "squares": 0.0,
+            "position_last": lasts,
+            "position_nats": [factor * (at + 1) * last for last in lasts],
+            "position_tokens": [1, 1, 1, 1],
+        }
+        for at in range(2)
+    ]
+    metrics = {
+        "nll_nats": factor * 30.0,
+        "num_tokens": 8.0,
+        "token_perplexity": math.exp(factor * 30.0 / 8.0),
+        "sink_mass": 0.5 / window,
+        "null_mass": 0.0,
+    }
+    found = record("tiny", scheme, "text", protocol_name=f"context-{window}", metrics=metrics)
+    masses = tuple(
+        LayerStat(
+            module=f"model.layers.{layer}.self_attn",
+            name=f"position.{last}.sink_mass",
+            value=(layer + 1.0) / (10.0 * last),
+        )
+        for layer in range(2)
+        for last in lasts
+    )
+    found = found.model_copy(update={"layers": masses})
+    write_record(folder, found)
+    write_samples(folder, found.key, rows)
+    return found
+
+
+def test_context_by_length_and_position(tmp_path: Path) -> None:
+    """Perplexity and first-token mass: a point a record, and the longest context by position."""
+    records = [
+        context_record(tmp_path, window, "fp32", factor=f) for window, f in ((2, 0.2), (4, 0.1))
+    ]
+    (drawing,) = drawn("context", *records, folder=tmp_path)
+    over, along, sinks, sinks_along = drawing.figure.axes
+
+    assert line(over, "fp32") == (
+        [2.0, 4.0],
+        [pytest.approx(math.exp(f * 30 / 8)) for f in (0.2, 0.1)],
+    )
+    # At position p both windows: (0.1 p + 0.2 p) / 2 tokens.
+    assert line(along, "fp32") == (
+        [1.0, 2.0, 3.0, 4.0],
+        [pytest.approx(math.exp(0.15 * p)) for p in (1, 2, 3, 4)],
+    )
+    assert line(sinks, "fp32") == ([2.0, 4.0], [25.0, 12.5])
+    assert line(sinks_along, "fp32")[1] == [pytest.approx(15.0 / p) for p in (1, 2, 3, 4)]
+    assert "null mass over context" not in texts(drawing.figure)
+    check_nothing_is_clipped(drawing.figure)
+
+
+def test_passkey_by_length_and_depth() -> None:
+    """A cell a length and depth, the shortest context left, the key's beginning on top."""
+    metrics = {
+        f"exact_match_{length}_depth_{depth}": share
+        for length, depth, share in (
+            (256, "0", 1.0),
+            (256, "0.5", 0.5),
+            (1024, "0", 0.25),
+            (1024, "0.5", 0.0),
+        )
+    }
+    found = record(
+        "tiny",
+        "w8a8",
+        "passkey",
+        protocol_name="passkey-1024",
+        metrics={**metrics, "exact_match": 0.4},
+    )
+    (drawing,) = drawn("passkey", found)
+    axes = drawing.figure.axes[0]
+
+    assert cells(axes, "sources").tolist() == [[1.0, 0.25], [0.5, 0.0]]
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["256", "1024"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "50"]
+    check_nothing_is_clipped(drawing.figure)
+
+
+def test_kinds_of_their_own_protocol_say_how_to_measure_them() -> None:
+    """Nobody has such records by the way."""
+    plain = record("other", "w8a8", metrics={"token_perplexity": 9.0})
+    with pytest.raises(
+        RecordError, match=r"context: .*evaluate other --task wikitext2 --scheme w8a8 --prot"
+    ):
+        drawn("context", plain)
+    with pytest.raises(
+        RecordError, match=r"passkey: .*evaluate other --scheme w8a8 --task passkey"
+    ):
+        drawn("passkey", plain)

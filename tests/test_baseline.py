@@ -91,6 +91,32 @@ def test_predictions_are_compared(model: Path, text: Path, tmp_path: Path) -> No
         assert words in shown
 
 
+@pytest.mark.parametrize(
+    "protocol", ["rolling-word-48", "qualcomm-48", "openattnres-48", "llamacpp-48"]
+)
+def test_windows_are_those_of_the_samples(model: Path, tmp_path: Path, protocol: str) -> None:
+    """Under every protocol, what is stored of a window stands beside its own loss."""
+    path = tmp_path / "wiki.txt"
+    path.write_text(f" = One = \n\n{tiny.prose(130)}\n\n = Two = \n\n{tiny.prose(70, seed=1)}\n")
+    (record,) = run(
+        model,
+        tmp_path / "runs",
+        tasks=["wikitext2"],
+        schemes=["w8a8"],
+        protocols=[protocol],
+        window=None,
+        data={"wikitext2": str(path)},
+        diagnostics=True,
+    ).records
+    rows = read_samples(tmp_path / "runs", record.key)
+
+    assert len(rows) >= 3
+    for row in rows:
+        assert row["fidelity_nll_nats"] == pytest.approx(row["nll_nats"], abs=1e-3)
+        assert row["fidelity_nll_nats"] != row["reference_nll_nats"]
+    assert values(record)["kl_nats"] > 0.0
+
+
 def test_only_what_is_missing_is_measured(
     model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,16 +150,29 @@ def test_only_what_is_missing_is_measured(
 
 
 def test_the_reference_runs_once_for_all(model: Path, text: Path, tmp_path: Path) -> None:
-    """Two more schemes, another call: no file of the first is written again."""
+    """Another scheme, another call, another batch: no file of the first is written again.
+
+    The batch has no part in the comparison, so its numbers are the same in every bit.
+    """
     data = {"text": str(text)}
-    run(model, tmp_path / "one", data=data, diagnostics=True)
+    first = run(model, tmp_path / "one", data=data, diagnostics=True)
     stored = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")}
-    run(model, tmp_path / "two", data=data, diagnostics=True, schemes=["w8a8", "bf16", "w4a8"])
+    second = run(
+        model,
+        tmp_path / "two",
+        data=data,
+        diagnostics=True,
+        schemes=["bf16", "w4a4"],
+        batch_size=8,
+    )
 
     assert len(stored) == 3
     assert stored == {
         path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.safetensors")
     }
+    for name in ("kl_nats", "kl_max_nats", "delta_nll_nats", "same_top1"):
+        assert second.records[1].metric(name) == first.records[1].metric(name)
+        assert second.records[0].metric(name) != first.records[1].metric(name)
 
 
 def test_flips_of_answers(model: Path, questions: Path, tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ def figures(
         list[Path],
         typer.Argument(
             metavar="RECORDS...",
-            help="Folders or files of records, and *.safetensors that `attention` wrote.",
+            help="Folders or files of records, *.safetensors of `attention`, *.csv of "
+            "`sensitivity`.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="Folder to write to.")] = Path("figures"),
@@ -29,7 +30,7 @@ def figures(
         str,
         typer.Option(
             help="perplexity, outliers, sink-mass, null-mass, depth-routing, context, passkey, "
-            "attention; default: all that can be drawn.",
+            "attention, sensitivity; default: all that can be drawn.",
         ),
     ] = "",
     where: Annotated[

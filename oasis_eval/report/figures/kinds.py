@@ -16,6 +16,7 @@ from oasis_eval.report.figures.attention import attention
 from oasis_eval.report.figures.context import context
 from oasis_eval.report.figures.passkey import passkey
 from oasis_eval.report.figures.perplexity import perplexity
+from oasis_eval.report.figures.ranking import Ranked, read_ranking
 from oasis_eval.report.figures.style import Drawing, settings
 from oasis_eval.report.html.selection import Selection, select
 
@@ -76,7 +77,13 @@ KINDS: dict[str, Kind] = {
 _OWN_PROTOCOL = ("context", "passkey")
 """Kinds whose records nobody has by the way."""
 ATTENTION = "attention"
-NAMES = (*KINDS, ATTENTION)
+SENSITIVITY = "sensitivity"
+NAMES = (*KINDS, ATTENTION, SENSITIVITY)
+_FILES = {
+    ATTENTION: "attention maps; capture them: oasis-eval attention MODEL --out DIR",
+    SENSITIVITY: "*.csv of sensitivities; measure them: oasis-eval sensitivity MODEL",
+}
+"""What kinds need that are drawn from files of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +93,19 @@ class Sources:
     records: tuple[RunRecord, ...]
     folders: tuple[Path, ...]
     """Where samples lie."""
-    maps: tuple[AttentionMaps, ...]
+    maps: tuple[AttentionMaps, ...] = ()
+    rankings: tuple[Ranked, ...] = ()
 
 
 def read_sources(paths: Sequence[Path]) -> Sources:
-    """Read records (files or folders) and files of attention maps (`*.safetensors`).
+    """Read records (files or folders), attention maps (`*.safetensors`), sensitivities (`*.csv`).
 
     Raises:
         RecordError: A path does not exist or is neither.
     """
     files = [path for path in paths if path.suffix == attention_maps.SUFFIX]
-    others = [path for path in paths if path.suffix != attention_maps.SUFFIX]
+    tables = [path for path in paths if path.suffix == ".csv"]
+    others = [path for path in paths if path not in files and path not in tables]
     for path in others:
         if path.is_dir():
             files += sorted(path.glob(f"*{attention_maps.SUFFIX}"))
@@ -104,6 +113,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         records=tuple(read_records(others)),
         folders=tuple(path if path.is_dir() else path.parent for path in others),
         maps=tuple(attention_maps.read(path) for path in files),
+        rankings=tuple(read_ranking(path) for path in tables),
     )
 
 
@@ -127,7 +137,7 @@ def draw(
     for name in kinds:
         if name not in NAMES:
             raise UnknownNameError("figure kind", name, NAMES)
-    if not sources.records and not sources.maps:
+    if not sources.records and not sources.maps and not sources.rankings:
         raise RecordError(
             "no records and no attention maps: run 'oasis-eval evaluate MODEL' or 'oasis-eval "
             "attention MODEL' first, or give the folder it wrote to"
@@ -138,9 +148,11 @@ def draw(
         selection = None
         if sources.records:
             selection = select(sources.records, where=where, folders=sources.folders)
-        possible = (*(KINDS if sources.records else ()), *([ATTENTION] if sources.maps else ()))
-        for name in kinds or possible:
-            found, missing = _draw_kind(name, selection, sources.maps)
+        possible = [*(KINDS if sources.records else ())]
+        possible += [ATTENTION] if sources.maps else []
+        possible += [SENSITIVITY] if sources.rankings else []
+        for name in kinds or tuple(possible):
+            found, missing = _draw_kind(name, selection, sources)
             drawings += found
             lacking += missing
             if kinds and not found:
@@ -151,12 +163,12 @@ def draw(
 
 
 def _draw_kind(
-    name: str, selection: Selection | None, maps: Sequence[AttentionMaps]
+    name: str, selection: Selection | None, sources: Sources
 ) -> tuple[list[Drawing], list[str]]:
-    if name == ATTENTION:
-        found = list(attention(maps))
-        hint = f"{name}: no attention maps; capture them: oasis-eval attention MODEL --out DIR"
-        return found, [] if found else [hint]
+    if name in _FILES:
+        found = list(attention(sources.maps)) if name == ATTENTION else []
+        found += [item.draw() for item in sources.rankings] if name == SENSITIVITY else []
+        return found, [] if found else [f"{name}: no {_FILES[name]}"]
     kind = KINDS[name]
     if selection is None:
         return [], [f"{name}: no records; measure: oasis-eval evaluate MODEL {kind.arguments}"]

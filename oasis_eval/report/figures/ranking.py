@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+from oasis_eval.errors import RecordError
 from oasis_eval.report.figures.lines import STATES
 from oasis_eval.report.figures.style import (
     COLUMN_INCHES,
@@ -84,6 +88,47 @@ def ranking(
     if title:
         figure.suptitle(wrapped(title, COLUMN_INCHES), fontsize=SMALLEST_POINTS + 1.0)
     return Drawing(stem_of("ranking", title or value_label), figure)
+
+
+class Ranked(NamedTuple):
+    """What a file of sensitivities says."""
+
+    title: str
+    labels: tuple[str, ...]
+    values: tuple[float, ...]
+    intervals: tuple[tuple[float, float] | None, ...]
+
+    def draw(self) -> Drawing:
+        """Return its figure."""
+        label = "cost in loss (nats a token)"
+        found = ranking(
+            self.labels, self.values, self.intervals, value_label=label, title=self.title
+        )
+        return found._replace(stem=stem_of("sensitivity", self.title))
+
+
+def read_ranking(path: Path) -> Ranked:
+    """Read the CSV of `oasis-eval sensitivity`: columns name, effect_nats, low and high.
+
+    Raises:
+        RecordError: It is missing, or no such table.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        values = tuple(float(row["effect_nats"]) for row in rows)
+        ends = [(row["low"], row["high"]) for row in rows]
+        intervals = tuple((float(low), float(high)) if low and high else None for low, high in ends)
+        labels = tuple(row["name"] for row in rows)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise RecordError(
+            f"{path}: not a table of sensitivities; expected what `oasis-eval sensitivity` wrote"
+        ) from error
+    if not rows:
+        raise RecordError(f"{path}: a table of sensitivities without a row")
+    return Ranked(path.stem, labels, values, intervals)
 
 
 def _rank(value: float) -> tuple[int, float]:

@@ -16,7 +16,7 @@ from oasis_eval.record import (
     write_record,
     write_samples,
 )
-from oasis_eval.report.figures.kinds import Sources, draw
+from oasis_eval.report.figures.kinds import Sources, draw, read_sources
 from oasis_eval.report.figures.perplexity import Place, place_of
 from oasis_eval.report.figures.style import Drawing
 from tests.command_line import CommandLine
@@ -349,3 +349,46 @@ def test_kinds_of_their_own_protocol_say_how_to_measure_them() -> None:
         RecordError, match=r"passkey: .*evaluate other --scheme w8a8 --task passkey"
     ):
         drawn("passkey", plain)
+
+
+# --- sensitivity --------------------------------------------------------------------------------
+
+
+def test_sensitivities_are_drawn_from_their_table(tmp_path: Path) -> None:
+    """As `oasis-eval sensitivity` writes it: bars, intervals, and what is no number on top."""
+    path = tmp_path / "tiny_w4a4-12345678.csv"
+    path.write_text(
+        "rank,name,effect_nats,low,high,kl_nats\n"
+        "1,layer 1,nan,,,0.5\n2,layer 0,0.5,0.25,0.75,0.4\n3,layer 2,-0.125,,,0.1\n"
+    )
+    (drawing,), lacking = draw(read_sources([path]), (), where={})
+    (axes,) = drawing.figure.axes
+
+    assert lacking == []
+    assert drawing.stem == "sensitivity-tiny-w4a4-12345678"
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert names == ["layer 1", "layer 0", "layer 2"]
+    assert {item.get_gid(): item.get_width() for item in axes.patches} == {
+        "layer 0": 0.5,
+        "layer 2": -0.125,
+    }
+    assert [list(item.get_xdata()) for item in axes.lines if item.get_marker() == "|"] == [
+        [0.25, 0.75]
+    ]
+    check_nothing_is_clipped(drawing.figure)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a,b\n1,2\n", "not a table of sensitivities"),
+        ("name,effect_nats,low,high\nx,much,,\n", "not a table of sensitivities"),
+        ("name,effect_nats,low,high\n", "without a row"),
+    ],
+)
+def test_other_tables_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    """By the file's name."""
+    path = tmp_path / "x.csv"
+    path.write_text(text)
+    with pytest.raises(RecordError, match=words):
+        read_sources([path])

@@ -31,6 +31,7 @@ from oasis_eval.fidelity import compare
 from oasis_eval.harness.protocols import Window
 from oasis_eval.harness.scoring import Scorer
 from oasis_eval.loading import load, prepare
+from oasis_eval.prepared import PreparedModel
 from oasis_eval.quant import schemes
 from oasis_eval.references import Reference
 
@@ -95,13 +96,12 @@ def main() -> None:
         print(f"reference pass, once: {first:.3f} s")
         for name in arguments.schemes.split(","):
             with prepare(loaded, schemes.resolve(name), dtype="fp32") as prepared:
-                scorer = Scorer(prepared.model, device="cpu")
 
-                def score(scorer: Scorer = scorer) -> object:
-                    return scorer.score(windows, batch_size=1)
+                def score(prepared: PreparedModel = prepared) -> object:
+                    return Scorer(prepared.model, device="cpu").score(windows, batch_size=1)
 
-                def fidelity(prepared: object = prepared) -> object:
-                    return compare(prepared, windows, reference)  # type: ignore[arg-type]
+                def fidelity(prepared: PreparedModel = prepared) -> object:
+                    return compare(prepared, windows, reference)
 
                 pairs = []
                 for turn in range(arguments.repeats + 1):

@@ -215,9 +215,7 @@ def _compare(run: Run, window: Window, reference: Reference, device: str) -> Win
     states = reference.states(window)
     targets_R = torch.tensor(window.targets, device=device)
     tiles: list[TokenChanges] = []
-    size = reference.tile_rows()
-    for start in range(0, len(targets_R), size):
-        rows = slice(start, min(start + size, len(targets_R)))
+    for rows in reference.tiles(len(targets_R)):
         base_RV = reference.logits(states.hidden[rows]).float()
         other_RV = run.logits(slice(window.offset + rows.start, window.offset + rows.stop)).float()
         tiles.append(token_changes(base_RV, other_RV, targets_R[rows], states.top[rows]))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import tempfile
 import zlib
@@ -33,6 +34,8 @@ from oasis_eval.prepared import PreparedModel
 
 STATES_VERSION = 1
 """Raised when a change of the code changes what is stored."""
+_LEAST_ROWS = 256
+"""Matrix products of fewer rows are slower."""
 
 
 class States(NamedTuple):
@@ -137,17 +140,22 @@ class Reference:
         """Return the reference's logits [R, V] in its dtype."""
         return self._scorer.head(hidden_RD)
 
-    def tile_rows(self) -> int:
-        """Return how many tokens the head runs over at a time."""
-        return self._scorer.tile_rows()
+    def tiles(self, num_tokens: int) -> list[slice]:
+        """Cut the scored tokens of a window into what two heads run over at a time.
+
+        The two take what one head takes in scoring, as long as that is two tiles of useful size.
+        """
+        most = min(self._scorer.tile_rows(), num_tokens)
+        size = max(min(_LEAST_ROWS, most), math.ceil(most / 2))
+        return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     @torch.no_grad()
     def _run(self, window: Window) -> None:
         ids_1T = torch.tensor([window.input_ids], device=self._device)
-        rows = slice(window.offset, window.offset + len(window.targets))
-        hidden_RD = self._scorer.hidden_states(ids_1T)[0, rows]
+        scored = slice(window.offset, window.offset + len(window.targets))
+        hidden_RD = self._scorer.hidden_states(ids_1T)[0, scored]
         tops = [
-            self._scorer.head(part_RD).argmax(-1) for part_RD in hidden_RD.split(self.tile_rows())
+            self._scorer.head(hidden_RD[rows]).argmax(-1) for rows in self.tiles(len(hidden_RD))
         ]
         states = States(hidden_RD.cpu().contiguous(), torch.cat(tops).cpu())
         self._store.write(window, states)

@@ -426,3 +426,30 @@ def test_no_tensor_of_tokens_by_vocabulary(tmp_path: Path) -> None:
 
     tile = 256 * vocabulary
     assert seen.elements == seen_reference.elements == tile < 700 * vocabulary
+
+
+@pytest.mark.parametrize(
+    ("rows_of_scoring", "num_tokens", "sizes"),
+    [
+        (4096, 511, [256, 255]),
+        (4096, 2047, [1024, 1023]),
+        (1000, 2047, [500] * 4 + [47]),
+        (256, 2047, [256] * 7 + [255]),
+        (4096, 100, [100]),
+        (7, 15, [7, 7, 1]),
+    ],
+)
+def test_two_tiles_for_one(
+    llama: Path,
+    rows_of_scoring: int,
+    num_tokens: int,
+    sizes: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two heads take together what one takes in scoring, but no product of few rows."""
+    monkeypatch.setattr(scoring.Scorer, "tile_rows", lambda self: rows_of_scoring)
+    tiles = reference_of(opened(llama), []).tiles(num_tokens)
+
+    assert [tile.stop - tile.start for tile in tiles] == sizes
+    assert tiles[0].start == 0
+    assert tiles[-1].stop == num_tokens

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from oasis_eval.errors import OutputError, RecordError
 from oasis_eval.parsing import explain
@@ -151,7 +151,8 @@ class RunRecord(Outcome):
     """The result of one cell."""
 
     schema_version: int = SCHEMA_VERSION
-    key: str
+    key: str = Field(pattern=r"^[\w-]+$")
+    """Content hash; the name of its file and of what lies beside it."""
     spec: Annotated[
         Annotated[RunSpec, Tag("run")] | Annotated[ImportedRun, Tag("import")],
         Discriminator(_kind_of_run),

@@ -72,7 +72,7 @@ def resolve(name: str) -> ModelCard:
         )
     path = Path(name).expanduser()
     if path.suffix in (".yaml", ".yml"):
-        return read_card(path)
+        return _foreign_card(path)
     if path.is_file():
         if path.suffix != ".gguf":
             raise CheckpointError(f"{path}: a model file must be *.gguf, or a card *.yaml")
@@ -87,6 +87,17 @@ def resolve(name: str) -> ModelCard:
     if _HUB_ID.match(name):
         return _hub_card(name)
     raise UnknownNameError("model", name, known)
+
+
+def _foreign_card(path: Path) -> ModelCard:
+    """Read a card that does not ship with the suite, which may not name a function to call."""
+    card = read_card(path)
+    if isinstance(card.source, PackageSource) and card.source.assemble is not None:
+        raise SpecError(
+            f"{path}: 'assemble' names a function that would be called, which only cards that ship "
+            "with the suite may do; give 'file', or a folder or *.gguf file as MODEL"
+        )
+    return card
 
 
 def _looks_like_path(name: str) -> bool:
@@ -123,7 +134,7 @@ def _folder_card(name: str, path: Path) -> ModelCard:
         )
     beside = path.resolve().parent / f"{path.resolve().name}.yaml"
     if beside.is_file():  # what `convert` and training write: it knows variant and label
-        card = read_card(beside)
+        card = _foreign_card(beside)
         if isinstance(card.source, DirSource) and Path(card.source.path) == path.resolve():
             return card
     return ModelCard(

@@ -41,6 +41,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "tasks" / "text" / "demo.txt").write_text(prose(1100))
     for name in ("test", "train"):
         (home / f"{name}.jsonl").write_text("".join(json.dumps(q) + "\n" for q in QUESTIONS))
+    (home / "results" / "sweeps").mkdir(parents=True)
+    for grid in (ROOT / "results" / "sweeps").glob("*.yaml"):
+        text = grid.read_text().replace("smollm2-135m-instruct", "./my-llama")
+        (home / "results" / "sweeps" / grid.name).write_text(text)
     (home / "arc.yaml").write_text(
         yaml.safe_dump(
             {

@@ -186,7 +186,7 @@ def _scale(
     found = axis(values, start=0.0, stop=1.0, log=has_log)
     low, high = found.low, found.high
     if percent and values:
-        low = 0.0
+        low, high = 0.0, max(high, 1.06 * max(values))
     share = 1.0 - min(0.5, _STRIP * (strips + 0.5)) if strips else 1.0
     axes.set_yscale("log" if found.log else "linear")
     top = low * (high / low) ** (1.0 / share) if found.log else low + (high - low) / share

@@ -141,7 +141,13 @@ def harness(context: typer.Context) -> None:
 
     Example: oasis-eval harness run --model oasis --model_args model=./my-llama,scheme=w4a4
     --tasks arc_easy,oasis_wikitext2
+
+    `--install-hook` lets a plain `lm_eval` command know the same, in this Python; `--remove-hook`
+    takes that back.
     """
+    if context.args in (["--install-hook"], ["--remove-hook"]):
+        _change_hook(context.args[0])
+        return
     if context.args in (["--help"], ["-h"]):
         print(context.get_help())  # noqa: T201 - the command's output
         print("\nEverything after `harness` goes to lm-eval: try `oasis-eval harness run --help`.")  # noqa: T201
@@ -149,6 +155,17 @@ def harness(context: typer.Context) -> None:
     from oasis_eval.harness.plugin import main as lm_eval_main
 
     lm_eval_main(context.args)
+
+
+def _change_hook(asked: str) -> None:
+    from oasis_eval.harness import hook
+
+    if asked == "--install-hook":
+        output.say(f"Written: {hook.install()}")
+        output.say("`lm_eval` of this Python now knows model type `oasis` and our tasks.")
+        return
+    path = hook.remove()
+    output.say(f"Deleted: {path}" if path else f"No hook at {hook.place()}: nothing to do.")
 
 
 def diagnose(

@@ -9,15 +9,14 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from oasis_eval import registry
 from oasis_eval.errors import SpecError
+from oasis_eval.harness import hook
 from oasis_eval.harness.lm import OasisLM
 from oasis_eval.harness.protocols import VERSIONS
 from oasis_eval.loading import load, prepare
-from oasis_eval.paths import data_folder
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.spec import Dtype
 
@@ -99,11 +98,12 @@ def _device(asked: str | None) -> str:
 
 
 def register() -> None:
-    """Make the model type known to lm-eval; a second call changes nothing."""
-    from lm_eval.api.registry import model_registry
+    """Make the model type and our tasks known to lm-eval; a second call changes nothing."""
+    import lm_eval.api.registry
+    import lm_eval.tasks.manager
 
-    if "oasis" not in model_registry:
-        model_registry.register("oasis", target="oasis_eval.harness.plugin:PluginLM")
+    hook.add_model(lm_eval.api.registry)
+    hook.add_tasks(lm_eval.tasks.manager)
 
 
 def main(arguments: list[str]) -> None:
@@ -112,26 +112,10 @@ def main(arguments: list[str]) -> None:
     Args:
         arguments: What lm-eval would get, for example `["run", "--model", "oasis", ...]`.
     """
-    import lm_eval.tasks
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.tasks import TaskManager
-
-    class WithOurTasks(TaskManager):
-        """lm-eval's task manager with one more folder."""
-
-        def __init__(
-            self,
-            *args: Any,
-            include_path: str | Path | list[str | Path] | None = None,
-            **kwargs: Any,
-        ) -> None:
-            given = include_path if isinstance(include_path, list) else [include_path]
-            paths = [data_folder("tasks"), *(path for path in given if path)]
-            super().__init__(*args, include_path=paths, **kwargs)
 
     register()
-    before = lm_eval.tasks.TaskManager, sys.argv
-    lm_eval.tasks.TaskManager = WithOurTasks
+    before = sys.argv
     sys.argv = ["oasis-eval harness", *arguments]
     try:
         cli_evaluate()
@@ -139,4 +123,4 @@ def main(arguments: list[str]) -> None:
         # lm-eval's own way to say that a task or an argument does not exist.
         raise SpecError(f"lm-eval: {' '.join(str(error).split())[:300]}") from error
     finally:
-        lm_eval.tasks.TaskManager, sys.argv = before
+        sys.argv = before

@@ -387,7 +387,11 @@ def test_nothing_to_compare(llama: Path) -> None:
 class Largest(TorchDispatchMode):
     """Remembers the most elements of a tensor that was made inside."""
 
-    elements = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+        self.large: set[str] = set()
+        """Operations that made tensors of a million elements or more."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -395,6 +399,8 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         self.elements = max([self.elements, *sizes])
+        if max(sizes, default=0) >= 1_000_000:
+            self.large.add(func.overloadpacket.__name__)
         return result
 
 
@@ -426,6 +432,8 @@ def test_no_tensor_of_tokens_by_vocabulary(tmp_path: Path) -> None:
 
     tile = 256 * vocabulary
     assert seen.elements == seen_reference.elements == tile < 700 * vocabulary
+    assert "mm" in seen.large
+    assert not seen.large & {"sub", "sub_", "mul", "mul_", "exp_", "expm1_"}
 
 
 @pytest.mark.parametrize(

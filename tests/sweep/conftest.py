@@ -26,26 +26,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def home(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder: links to the checkpoints, and texts."""
-    for seed in (0, 1):
-        (tmp_path / f"s{seed}").symlink_to(models / f"s{seed}")
-    (tmp_path / "wiki.txt").write_text(tiny.prose(400))
-    (tmp_path / "book.txt").write_text(tiny.prose(400, seed=1))
+    furnish(tmp_path, models)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def furnish(folder: Path, models: Path) -> None:
+    """Put links to the checkpoints, and texts, into a folder."""
+    for seed in (0, 1):
+        (folder / f"s{seed}").symlink_to(models / f"s{seed}")
+    (folder / "wiki.txt").write_text(tiny.prose(400))
+    (folder / "book.txt").write_text(tiny.prose(400, seed=1))
 
 
 @pytest.fixture
 def grid(home: Path) -> Grids:
     """Gives a grid of one checkpoint, two schemes and two texts, with changes."""
+    return make_grid
 
-    def grid(**changes: object) -> SweepSpec:
-        settings: dict[str, object] = {
-            "models": ["./s0"],
-            "schemes": ["fp32", "w8a8"],
-            "tasks": ["wikitext2", "bookcorpus"],
-            "window": 64,
-            "data": {"wikitext2": "wiki.txt", "bookcorpus": "book.txt"},
-        }
-        return parse(SweepSpec, settings | changes, origin="test")
 
-    return grid
+def make_grid(**changes: object) -> SweepSpec:
+    """Return that grid."""
+    settings: dict[str, object] = {
+        "models": ["./s0"],
+        "schemes": ["fp32", "w8a8"],
+        "tasks": ["wikitext2", "bookcorpus"],
+        "window": 64,
+        "data": {"wikitext2": "wiki.txt", "bookcorpus": "book.txt"},
+    }
+    return parse(SweepSpec, settings | changes, origin="test")

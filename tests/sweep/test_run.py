@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
 import signal
@@ -21,7 +22,7 @@ from oasis_eval.spec import EvaluationSpec, SweepSpec
 from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.run import Plan, dry_run, sweep
 from tests import tiny
-from tests.sweep.conftest import Grids
+from tests.sweep.conftest import Grids, furnish, make_grid
 
 
 def run(grid: SweepSpec, **options: object) -> Ledger:
@@ -88,17 +89,35 @@ def test_a_second_sweep_runs_nothing(grid: Grids) -> None:
     assert {path: path.stat().st_mtime_ns for path in Path("runs").iterdir()} == before
 
 
-@pytest.mark.parametrize("changed", ["checkpoint", "scheme", "protocol", "data", "grid"])
+WHOLE: dict[str, list[str]] = {
+    "models": ["./s0", "./s1"],
+    "schemes": ["fp32", "./mine.yaml"],
+}
+MINE = "name: mine\nweights: {bits: 8, granularity: channel}\n"
+
+
+@pytest.fixture(scope="module")
+def finished(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of WHOLE, which are the same wherever its files lie; read-only."""
+    folder = tmp_path_factory.mktemp("finished")
+    furnish(folder, models)
+    (folder / "mine.yaml").write_text(MINE)
+    with contextlib.chdir(folder):
+        run(make_grid(**WHOLE))
+    return folder / "runs"
+
+
+@pytest.mark.parametrize("changed", ["nothing", "checkpoint", "scheme", "protocol", "data", "grid"])
 def test_what_changed_is_another_cell_and_the_rest_is_kept(
-    grid: Grids, home: Path, models: Path, changed: str
+    grid: Grids, home: Path, models: Path, finished: Path, changed: str
 ) -> None:
     """By content: only what a change concerns runs again."""
     mine = home / "mine.yaml"
-    mine.write_text("name: mine\nweights: {bits: 8, granularity: channel}\n")
+    mine.write_text(MINE)
     (home / "s1").unlink()
     shutil.copytree(models / "s1", home / "s1")
-    whole = {"models": ["./s0", "./s1"], "schemes": ["fp32", "./mine.yaml"]}
-    run(grid(**whole))
+    shutil.copytree(finished, home / "runs")
+    whole = dict(WHOLE)
     if changed == "checkpoint":
         tiny.save(home / "s1", model=tiny.build_model(seed=5))
     elif changed == "scheme":
@@ -116,6 +135,7 @@ def test_what_changed_is_another_cell_and_the_rest_is_kept(
     everything = {(m, s, t) for m in whole["models"] for s in ("fp32", "mine", "w4a4")
                   for t in ("wikitext2", "bookcorpus")}  # fmt: skip
     expected = {
+        "nothing": set(),
         "checkpoint": {cell for cell in everything if cell[0] == "./s1" and cell[1] != "w4a4"},
         "scheme": {cell for cell in everything if cell[1] == "mine"},
         "protocol": {cell for cell in everything if cell[1] != "w4a4"},

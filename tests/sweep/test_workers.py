@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from oasis_eval.plan import Texts
 from oasis_eval.record import RunRecord, read_records
 from oasis_eval.spec import SweepSpec
 from oasis_eval.sweep.grid import expand
 from oasis_eval.sweep.ledger import Ledger
+from oasis_eval.sweep.request import CellRequest
 from oasis_eval.sweep.run import Plan, sweep
 from oasis_eval.sweep.workers import _firsts
 from tests.sweep.conftest import Grids
@@ -144,13 +146,20 @@ def _children(pid: int) -> list[int]:
     return [child for child in found if b"oasis_eval.sweep.worker" in names[child]]
 
 
-def test_what_a_worker_is_told_makes_the_same_cells(grid: Grids) -> None:
-    """Same keys, through JSON."""
-    from oasis_eval.plan import Texts
-    from oasis_eval.sweep.request import CellRequest
-
+def test_what_a_worker_is_told_makes_the_same_cells(grid: Grids, home: Path) -> None:
+    """Same keys, through JSON, with every file that stands in for another."""
+    questions = [{"question": f"{n} and 2?", "answer": f"#### {n + 2}"} for n in range(8)]
+    (home / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
+    files = {"wikitext2": "wiki.txt", "gsm8k": "q.jsonl", "gsm8k:train": "q.jsonl"}
     ledger = Ledger(
-        expand(grid(schemes=["fp32", "w8a8-static-linear", "bnb-w4a4"], diagnostics=True))
+        expand(
+            grid(
+                schemes=["fp32", "w8a8-static-linear", "bnb-w4a4"],
+                tasks=["wikitext2", "gsm8k"],
+                data={**files, "calibration": "book.txt"},
+                diagnostics=True,
+            )
+        )
     )
     ledger.identify()
     texts = Texts()
@@ -158,5 +167,6 @@ def test_what_a_worker_is_told_makes_the_same_cells(grid: Grids) -> None:
         text = json.dumps(CellRequest.of(entry.cell).model_dump(mode="json"))
         again = CellRequest.model_validate_json(text).cell(texts)
 
+        assert entry.cell.problem is None
         assert again == entry.cell
         assert again.key == entry.cell.key

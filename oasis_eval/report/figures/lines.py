@@ -105,6 +105,7 @@ def draw_panels(
     columns: int,
     panel_height: float = 1.9,
     title: str = "",
+    same_scale: bool = False,
 ) -> Figure:
     """Return a figure of panels with one legend below.
 
@@ -114,7 +115,10 @@ def draw_panels(
         columns: Panels side by side.
         panel_height: Inches of one row.
         title: Above all panels.
+        same_scale: Whether all vertical axes are the same: where panels show one quantity of
+            several models, heights are compared across them.
     """
+    shared = panels if same_scale else ()
     rows = math.ceil(len(panels) / columns)
     handles, names = _legend(panels)
     per_row = _legend_columns(names, width)
@@ -124,7 +128,7 @@ def draw_panels(
     grid = figure.subplots(rows, columns, squeeze=False)
     for at, axes in enumerate(grid.flat):
         if at < len(panels):
-            _draw(axes, panels[at])
+            _draw(axes, panels[at], shared or (panels[at],))
             axes.set_title(wrapped(panels[at].title, width / columns - 0.55))
         else:
             axes.set_axis_off()
@@ -145,27 +149,48 @@ def draw_panels(
     return figure
 
 
-def _draw(axes: Axes, panel: Panel) -> None:
-    points = [point for series in panel.series for point in series.points]
-    factor = 100.0 if panel.percent else 1.0
-    drawn = [point.y * factor for point in points if point.mark is None and point.y is not None]
-    bounds = (end for point in points for end in (point.low, point.high))
-    ends = [end * factor for end in bounds if end is not None and math.isfinite(end)]
+def _draw(axes: Axes, panel: Panel, scaled: Sequence[Panel]) -> None:
+    """Draw a panel on the scale of all of `scaled`."""
     level = panel.level
     if level is not None and math.isfinite(level.value):
-        drawn.append(level.value)
         axes.axhline(level.value, color="black", linewidth=0.9, linestyle=(0, (5, 2)), zorder=1.5)
+    drawn = [value for item in scaled for value in _heights(item)]
+    ends = [end for item in scaled for end in _ends(item)]
+    strips = max(len(_marked(item)) for item in scaled)
     has_log = _is_log(panel, drawn)
-    marked = [s for s in panel.series if any(point.mark for point in s.points)]
-    _scale(axes, [*drawn, *ends], has_log=has_log, percent=panel.percent, strips=len(marked))
+    _scale(axes, [*drawn, *ends], has_log=has_log, percent=panel.percent, strips=strips)
     for series in panel.series:
-        _line(axes, series, factor=factor)
-    _strip(axes, marked)
+        _line(axes, series, factor=_factor(panel))
+    _strip(axes, _marked(panel))
     if panel.log_x:
         axes.set_xscale("log", base=2)
-    _ticks(axes, panel, points)
+    _ticks(axes, panel, [point for series in panel.series for point in series.points])
     axes.set_xlabel(plain(panel.x_label))
     axes.set_ylabel(plain(panel.y_label))
+
+
+def _factor(panel: Panel) -> float:
+    return 100.0 if panel.percent else 1.0
+
+
+def _heights(panel: Panel) -> list[float]:
+    """Return the finite values of a panel, its level among them."""
+    points = (point for series in panel.series for point in series.points)
+    found = [p.y * _factor(panel) for p in points if p.mark is None and p.y is not None]
+    if panel.level is not None and math.isfinite(panel.level.value):
+        found.append(panel.level.value)
+    return found
+
+
+def _ends(panel: Panel) -> list[float]:
+    points = (point for series in panel.series for point in series.points)
+    bounds = (end for point in points for end in (point.low, point.high))
+    return [end * _factor(panel) for end in bounds if end is not None and math.isfinite(end)]
+
+
+def _marked(panel: Panel) -> list[Series]:
+    """Return the series with a value that has no place on the axis."""
+    return [s for s in panel.series if any(point.mark for point in s.points)]
 
 
 def _usable(value: float | None) -> bool:

@@ -76,7 +76,12 @@ def perplexity(selection: Selection) -> Iterator[Drawing]:
             width = {1: COLUMN_INCHES, 2: 5.1}.get(columns, TEXT_INCHES)
             title = f"{task} ({protocol})"
             figure = draw_panels(
-                panels, width=width, columns=columns, panel_height=2.3, title=title
+                panels,
+                width=width,
+                columns=columns,
+                panel_height=2.3,
+                title=title,
+                same_scale=True,
             )
             name = (f"perplexity-{task}-{protocol}", *((f"{limit}",) if limit else ()))
             more = (str(start // MOST_MODELS + 1),) if len(models) > MOST_MODELS else ()

@@ -176,3 +176,22 @@ def test_series_differ_in_more_than_colour() -> None:
         assert one.colour != other.colour
         assert one.marker != other.marker
         assert one.dashes != other.dashes
+
+
+def test_panels_can_share_a_scale() -> None:
+    """The same ends, ticks and kind of axis, strip included, so heights are compared across."""
+    points = ((Point(1.0, 2.0), Point(2.0, 3.0)), (Point(1.0, 40.0), Point(2.0, math.inf)))
+    panels = [panel(Series("a", 0, of)) for of in points]
+    apart, same = (
+        [axes for axes in figure.axes if axes.has_data()]
+        for figure in (
+            draw_panels(panels, width=6.9, columns=2),
+            draw_panels(panels, width=6.9, columns=2, same_scale=True),
+        )
+    )
+
+    assert len({axes.get_ylim() for axes in apart}) == 2
+    assert len({axes.get_ylim() for axes in same}) == 1
+    assert {axes.get_yscale() for axes in same} == {"log"}
+    assert same[0].get_ylim()[0] <= 2.0
+    assert same[0].get_ylim()[1] > 40.0

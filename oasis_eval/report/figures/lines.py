@@ -98,7 +98,7 @@ class Panel:
     """Whether values are shares, shown in percent from 0 on."""
 
 
-def draw_panels(
+def draw_panels(  # noqa: PLR0913 - how a figure is laid out
     panels: Sequence[Panel],
     *,
     width: float,

@@ -43,7 +43,7 @@ OPTIONS = {
         "--quiet",
     ],
     "sweep": ["--out", "--dry-run", "--jobs", "--cell-timeout", "--retry-failed"],
-    "table": ["--spec", "--format", "--baseline", "--where", "--out"],
+    "table": ["--spec", "--format", "--baseline", "--rows", "--where", "--out"],
     "compare": ["--where-a", "--where-b", "--format", "--out"],
     "report": ["--out", "--title", "--where"],
     "figures": ["--out", "--kind", "--where", "--format"],

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from oasis_eval.cli import options, output
 from oasis_eval.errors import SpecError
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_RECORDS = Path("results/runs")
 
@@ -21,7 +18,10 @@ def table(
         list[Path], typer.Argument(metavar="RECORDS...", help="Folders or files of records.")
     ],
     spec: Annotated[
-        str, typer.Option(help="Table by name (results, perplexity, gsm8k, schemes) or YAML file.")
+        str,
+        typer.Option(
+            help="Table by name (results, perplexity, gsm8k, schemes, outliers, mini) or YAML file."
+        ),
     ] = "results",
     format: Annotated[  # noqa: A002 - the option's name
         str, typer.Option(help="terminal, csv, csv-long, latex or markdown.")
@@ -29,6 +29,13 @@ def table(
     baseline: Annotated[
         str | None,
         typer.Option(help="Model or scheme that relative changes refer to; 'reference': fp32."),
+    ] = None,
+    rows: Annotated[
+        str | None,
+        typer.Option(
+            help="What is down the side instead of the table's own: model,scheme. The rest is "
+            "columns."
+        ),
     ] = None,
     where: Annotated[
         list[str] | None,
@@ -44,13 +51,19 @@ def table(
 
     Example: oasis-eval table results/runs --baseline reference --format latex --out table.tex
     """
+    from oasis_eval.parsing import parse
     from oasis_eval.record import read_records
+    from oasis_eval.report.latex import width_note
     from oasis_eval.report.render import FORMATS, render
     from oasis_eval.report.tables import build_table, load_spec
+    from oasis_eval.spec import TableSpec
 
     if format not in FORMATS:
         raise SpecError(f"--format {format!r}: expected one of {', '.join(FORMATS)}")
     settings = load_spec(spec)
+    if rows is not None:
+        changed = settings.with_rows(options.names(rows, "--rows"))
+        settings = parse(TableSpec, changed, origin=f"--rows {rows}")
     if baseline is not None:
         settings = settings.model_copy(update={"baseline": baseline})
     if where:
@@ -60,6 +73,8 @@ def table(
     folders = [path if path.is_dir() else path.parent for path in records]
     built = build_table(list(read_records(records)), settings, folders=folders)
     output.write(render(built, format=format, width=output.width_for(out)), out)  # type: ignore[arg-type]  # checked above
+    if format == "latex" and (note := width_note(built)) is not None:
+        output.say(f"note: {note}")
 
 
 def compare(

@@ -105,6 +105,31 @@ def render_latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
+def width_note(table: Table) -> str | None:
+    """Return in one line that a table is too wide for a page, and what to do; None: it fits.
+
+    The width is estimated at the smallest size that `render_latex` sets.
+    """
+    excess = _points(table, _SIZES[-1]) / _TEXT_WIDTH_POINTS - 1.0
+    if excess <= 0.0:
+        return None
+    values = {
+        name: list(dict.fromkeys(line.place[level] for line in table.columns))
+        for level, name in enumerate(table.column_dimensions)
+    }
+    name = max(values, key=lambda name: len(values[name]))
+    cure = "give its models shorter labels ('label' of a card)"
+    if len(values[name]) > 1:
+        cure = f"keep fewer columns (--where {name}={values[name][0]})"
+        if len(values) > 1:
+            rows = ",".join((*table.row_dimensions, name))
+            cure = f"make columns rows (--rows {rows}) or {cure}"
+    return (
+        f"table {table.spec.name!r} is about {excess:.0%} wider than the text of a page, set as "
+        f"small as it gets; {cure}"
+    )
+
+
 def _header(table: Table, rooms: Sequence[str]) -> list[str]:
     shift = len(table.row_dimensions)
     levels = header_spans(table)
@@ -180,22 +205,29 @@ def _row(cells: Sequence[str]) -> str:
 
 def _size(table: Table) -> list[str]:
     """Set a table smaller and closer until it is about as wide as an article's text."""
-    texts = [
-        [label_text(span.label), *(cell_text(row[index]) for row in table.cells)]
-        for index, span in enumerate(header_spans(table)[-1])
+    fitting = [size for size in _SIZES if _points(table, size) <= _TEXT_WIDTH_POINTS]
+    size, _, separation = fitting[0] if fitting else _SIZES[-1]
+    return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"] if size else []
+
+
+def _points(table: Table, size: tuple[str, float, int]) -> float:
+    """Estimate the width of a table from the letters of its widest texts."""
+    _, points, separation = size
+    levels = header_spans(table)
+    letters = [
+        max(len(label_text(span.label)), *(len(cell_text(row[index])) for row in table.cells))
+        for index, span in enumerate(levels[-1])
     ]
-    texts += [
-        [label_text(line.labels[level]) for line in table.rows]
+    widths = [(number + _LETTERS_OF_MARKS) * points + 2 * separation for number in letters]
+    for span in (span for spans in levels[:-1] for span in spans):
+        header = (len(label_text(span.label)) + _LETTERS_OF_MARKS) * points + 2 * separation
+        missing = header - sum(widths[span.start : span.stop])
+        widths[span.stop - 1] += max(0.0, missing)  # as TeX widens the last column of a group
+    rows = [
+        max(len(label_text(line.labels[level])) for line in table.rows) + _LETTERS_OF_MARKS
         for level in range(len(table.row_dimensions))
     ]
-    num_letters = sum(max(map(len, column)) + _LETTERS_OF_MARKS for column in texts)
-    fitting = [
-        (size, separation)
-        for size, points, separation in _SIZES
-        if num_letters * points + 2 * separation * len(texts) <= _TEXT_WIDTH_POINTS
-    ]
-    size, separation = fitting[0] if fitting else (_SIZES[-1][0], _SIZES[-1][2])
-    return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"] if size else []
+    return sum(widths) + sum(number * points + 2 * separation for number in rows)
 
 
 def _notes(table: Table) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -51,6 +52,15 @@ class TableSpec(Spec):
     change_interval: bool = False
     """Whether relative changes of perplexities have their paired interval, where there are samples
     of both."""
+
+    def with_rows(self, rows: Sequence[str]) -> dict[str, object]:
+        """Return the settings of this table with other rows, not yet checked.
+
+        Columns that become rows leave the columns; what is no longer a row becomes the outermost
+        columns.
+        """
+        columns = [name for name in self.rows + self.columns if name not in rows]
+        return {**self.model_dump(), "rows": tuple(rows), "columns": tuple(columns)}
 
     @model_validator(mode="after")
     def _dimensions_once(self) -> Self:

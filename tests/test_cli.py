@@ -113,6 +113,7 @@ OPTIONS = {
     "tasks": [],
     "schemes": [],
     "harness": [],
+    "theory": ["--out", "--format"],
     "demo": ["--out"],
 }
 

@@ -77,6 +77,7 @@ app.command()(training.train)
 app.command()(measuring.diagnose)
 app.command()(sensing.sensitivity)
 app.command()(drawing.attention)
+app.command()(drawing.theory)
 app.command()(measuring.demo)
 
 

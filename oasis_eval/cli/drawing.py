@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from oasis_eval.report.figures.style import Drawing
+
+TOKENS = (4, 16, 64, 256, 1024, 4096)
+TOKEN_EPSILONS = (0.1, 0.01, 0.001)
+NUM_BRANCHES = 9
+SMALLEST_NORMS = (0.0, 0.05, 0.2)
+BRANCH_EPSILONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+"""What `theory` shows."""
 
 
 def figures(
@@ -109,6 +117,66 @@ def attention(
         attention_maps.write(out / f"{stem}{attention_maps.SUFFIX}", maps)
     drawings, _ = draw(Sources((), (), tuple(captured)), (ATTENTION,), where={})
     _save(drawings, out, format)
+
+
+def theory(
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for theory.csv and the figure; default: none.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="pdf, png or both.")] = "pdf,png",  # noqa: A002 - the option's name
+) -> None:
+    """Show what doing nothing costs under a softmax, with and without a null.
+
+    How large logits must get for a head to output next to nothing, and how much weight a router
+    must put on the smallest update, by closed forms that the tests check against the suite's own
+    normalizers and a linear program (docs/theory.md).
+
+    Example: oasis-eval theory --out figures
+    """
+    from oasis_eval import theory as costs
+
+    tokens = list(costs.token_grid(TOKENS, TOKEN_EPSILONS))
+    branches = list(costs.branch_grid((NUM_BRANCHES,), SMALLEST_NORMS, BRANCH_EPSILONS))
+    print("A head over n tokens that outputs epsilon (others' norm 1, the sink's 0); nats")  # noqa: T201
+    output.print_rows(
+        ("n", "epsilon", "softmax gap", "sink mass", "softmax1 margin", "largest mass"),
+        [
+            (
+                f"{item.num_tokens}",
+                f"{item.epsilon:g}",
+                f"{item.gap:.2f}",
+                f"{item.sink_mass:.3f}",
+                f"{item.null_margin:.2f}",
+                f"{item.largest_mass:.1e}",
+            )
+            for item in tokens
+        ],
+    )
+    print(f"\nA router over {NUM_BRANCHES} branches that reads epsilon (others' norm 1)")  # noqa: T201
+    output.print_rows(
+        ("smallest", "epsilon", "its weight", "with a null", "null mass"),
+        [
+            (
+                f"{item.smallest_norm:g}",
+                f"{item.epsilon:g}",
+                "infeasible" if math.isnan(item.dominant_weight) else f"{item.dominant_weight:.3f}",
+                f"{item.dominant_weight_null:.3f}",
+                f"{item.null_mass:.3f}",
+            )
+            for item in branches
+        ],
+    )
+    if out is None:
+        return
+    from oasis_eval.record import write_text_atomically
+    from oasis_eval.report.figures.style import settings
+    from oasis_eval.report.figures.theory import theory as draw_theory
+
+    path = out / "theory.csv"
+    write_text_atomically(path, costs.to_csv(tokens, branches))
+    print(path)  # noqa: T201 - the command's output
+    with settings():
+        _save([draw_theory(tokens, branches)], out, format)
 
 
 def _save(drawings: Sequence[Drawing], out: Path, formats: str) -> None:

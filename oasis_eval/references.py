@@ -154,7 +154,8 @@ class Reference:
         ids_1T = torch.tensor([window.input_ids], device=self._device)
         scored = slice(window.offset, window.offset + len(window.targets))
         hidden_RD = self._scorer.hidden_states(ids_1T)[0, scored]
-        tops = [
+        tops = [hidden_RD.new_empty(0, dtype=torch.long)]
+        tops += [
             self._scorer.head(hidden_RD[rows]).argmax(-1) for rows in self.tiles(len(hidden_RD))
         ]
         states = States(hidden_RD.cpu().contiguous(), torch.cat(tops).cpu())

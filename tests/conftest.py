@@ -11,10 +11,6 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 
-# optimum-quanto imports it; where another module has imported pip before, that ends in the
-# standard library's distutils, whose warning is an error in tests.
-import setuptools  # noqa: F401
-
 _LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +9,7 @@ import sys
 import sysconfig
 import zipfile
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from tests.tiny import save
 pytestmark = [
     pytest.mark.slow,  # builds, installs, and loads torch twice in new processes
     pytest.mark.skipif(
-        any(importlib.util.find_spec(name) is None for name in ("pip", "hatchling")),
+        # Not by their modules: looking for pip turns setuptools' distutils off in this process.
+        any(not [*metadata.distributions(name=name)] for name in ("pip", "hatchling")),
         reason="building a wheel without a network needs pip and hatchling in this environment",
     ),
 ]

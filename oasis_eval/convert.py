@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ from oasis_eval.modeling.config import (
     OasisConfig,
     OasisSettings,
 )
-from oasis_eval.modeling.variants import build_config, resolve_variant
+from oasis_eval.modeling.variants import build_config, resolve_variant, variant_name
 from oasis_eval.modeling.wrapping import reasons_of_change, wrap
 from oasis_eval.paths import data_folder
 from oasis_eval.record import write_text_atomically
@@ -50,6 +50,8 @@ class Plan:
     variant: str
     """Name of a variant."""
     wiring: str | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of another value than the variant's."""
     num_blocks: int | None = None
     depth_output_scale: str | None = None
     """None: `num_sources` where it exists, so that a wrap changes nothing."""
@@ -148,7 +150,7 @@ def convert(card: ModelCard, plan: Plan, *, out: Path, overwrite: bool = False) 
         _write(wrap(plain, config), plain.generation_config, dtype, work)
         reference.tokenizer.save_pretrained(work)
         del plain, reference
-        variant = _variant_name(plan, config)
+        variant = variant_name(plan.variant, config.wiring, plan.settings)
         written = ModelCard(
             name=out.name,
             family=config.model_type,
@@ -179,7 +181,7 @@ def settings_of(plan: Plan) -> OasisSettings:
     Raises:
         UnknownNameError: No variant has that name.
     """
-    settings = resolve_variant(plan.variant)
+    settings = resolve_variant(plan.variant, plan.settings)
     changes: dict[str, Any] = {}
     if plan.wiring is not None and plan.wiring != settings.wiring:
         changes["wiring"] = plan.wiring
@@ -187,7 +189,7 @@ def settings_of(plan: Plan) -> OasisSettings:
         changes["num_blocks"] = plan.num_blocks
     settings = dataclasses.replace(settings, **changes)
     natural = "num_sources" if settings.wiring in KIMI_WIRINGS else "none"
-    scale: Any = plan.depth_output_scale or natural
+    scale: Any = plan.depth_output_scale or plan.settings.get("depth_output_scale") or natural
     return dataclasses.replace(settings, depth_output_scale=scale)
 
 
@@ -226,13 +228,6 @@ def _probe(tokenizer: PreTrainedTokenizerBase, text: Path | None, context: int |
 def _logits(model: Any, ids_1T: Tensor) -> Tensor:
     logits_TV: Tensor = model.eval()(input_ids=ids_1T, use_cache=False).logits[0]
     return logits_TV
-
-
-def _variant_name(plan: Plan, config: OasisConfig) -> str:
-    """Return the variant's name, with the wiring where that is not the variant's own."""
-    if config.wiring == resolve_variant(plan.variant).wiring:
-        return plan.variant
-    return f"{plan.variant} ({config.wiring})"
 
 
 def _kept(config: OasisConfig) -> str:

@@ -234,6 +234,24 @@ def test_card_says_what_it_is(sources: dict[str, Path], tmp_path: Path) -> None:
     assert "path: out\n" in conversion.card_file.read_text()
 
 
+def test_a_setting_of_ones_own_is_in_model_and_card(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An ablation says what it is."""
+    out = tmp_path / "out"
+    options = ("--variant", "oasis", "--out", str(out), "--wiring", "oasis_repo")
+    options += ("--set", "coupling_beta=fixed", "--set", "coupling_beta_value=0.5")
+    options += ("--set", "coupling_centred=false")
+    assert command(str(sources["llama"]), *options, monkeypatch=monkeypatch) == 0
+
+    config = json.loads((out / "config.json").read_text())
+    assert (config["coupling_beta"], config["coupling_beta_value"]) == ("fixed", 0.5)
+    assert config["coupling_centred"] is False
+    assert registry.read_card(tmp_path / "out.yaml").variant == (
+        "oasis (oasis_repo, coupling_beta fixed, coupling_beta_value 0.5, coupling_centred False)"
+    )
+
+
 def test_generation_settings_are_taken_over(tmp_path: Path) -> None:
     """Even those that transformers would refuse to write: a temperature without sampling."""
     generation = {"temperature": 0.6, "do_sample": False, "eos_token_id": [2, 5]}
@@ -353,6 +371,11 @@ def test_command_prints_the_statement_and_its_measurement(
         ("--dtype", "int8", "error: --dtype 'int8': expected one of fp32, bf16, fp16"),
         ("--text", "nowhere.txt", "nowhere.txt"),
         ("--blocks", "99", "error: num_blocks is 99"),
+        ("--set", "token_log_n", "error: --set 'token_log_n': expected SETTING=VALUE"),
+        ("--set", "token_log_n=x", "error: --set 'token_log_n=x': expected a valid number"),
+        ("--set", "depth_null=no", "error: --set 'depth_null=no': expected 'fixed' or 'learned'"),
+        ("--set", "token_logn=1", "error: unknown setting 'token_logn'; did you mean token_log_n"),
+        ("--set", "coupling_beta=fixed", "error: coupling_beta_value is None"),
     ],
 )
 def test_command_explains_mistakes_in_one_line(

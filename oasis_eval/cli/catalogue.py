@@ -85,6 +85,15 @@ def convert(
         str | None,
         typer.Option(help="attnres_block, attnres_full, oasis_repo, ...; default: the variant's."),
     ] = None,
+    changes: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="SETTING=VALUE",
+            help="Another value than the variant's: coupling_beta=fixed, token_log_n=2. "
+            "docs/variants.md lists them. Repeatable.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     blocks: Annotated[
         int | None, typer.Option(help="Number of blocks; default: 8, or as many as there are.")
     ] = None,
@@ -114,6 +123,7 @@ def convert(
     plan = Plan(
         variant=variant,
         wiring=wiring,
+        settings=options.settings(changes),
         num_blocks=blocks,
         depth_output_scale=depth_output_scale,
         dtype=options.dtype_named(dtype),

@@ -49,3 +49,30 @@ def filters(items: list[str], option: str) -> dict[str, tuple[str, ...]]:
             raise SpecError(f"{option} {item!r}: expected FIELD=PATTERN")
         filters[name] = (*filters.get(name, ()), pattern)
     return filters
+
+
+def settings(items: list[str]) -> dict[str, object]:
+    """Return the values of repeated `--set SETTING=VALUE`, each in the type of its setting."""
+    from typing import get_type_hints
+
+    from pydantic import TypeAdapter, ValidationError
+
+    from oasis_eval.errors import UnknownNameError
+    from oasis_eval.modeling.config import SETTING_NAMES, OasisSettings
+
+    types = get_type_hints(OasisSettings)
+    values: dict[str, object] = {}
+    for item in items:
+        name, sign, text = item.partition("=")
+        if not sign:
+            raise SpecError(f"--set {item!r}: expected SETTING=VALUE")
+        if name not in SETTING_NAMES:
+            raise UnknownNameError("setting", name, SETTING_NAMES)
+        if name in values:
+            raise SpecError(f"--set {item!r}: {name} is given twice")
+        try:
+            values[name] = TypeAdapter(types[name]).validate_strings(text)
+        except ValidationError as error:
+            expected = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise SpecError(f"--set {item!r}: expected {expected}") from None
+    return values

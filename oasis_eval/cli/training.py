@@ -28,6 +28,15 @@ def train(
         str | None,
         typer.Option(help="attnres_block, attnres_full, oasis_repo, ...; default: the variant's."),
     ] = None,
+    changes: Annotated[
+        list[str],
+        typer.Option(
+            "--set",
+            metavar="SETTING=VALUE",
+            help="Another value than the variant's: coupling_beta=fixed, token_log_n=2. "
+            "docs/variants.md lists them. Repeatable.",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
     start: Annotated[
         str | None,
         typer.Option(
@@ -74,6 +83,7 @@ def train(
         variant=variant,
         seed=seed,
         wiring=wiring,
+        settings=options.settings(changes),
         start=start,
         train=_trained(parameters),
         device=device,

@@ -9,12 +9,19 @@ says which wiring makes the difference testable.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 from transformers import PreTrainedConfig
 
 from oasis_eval.errors import UnknownNameError
-from oasis_eval.modeling.config import OasisConfig, OasisSettings, apply_settings
+from oasis_eval.modeling.config import (
+    SETTING_NAMES,
+    OasisConfig,
+    OasisSettings,
+    apply_settings,
+)
 
 RESIDUAL_PREFIX = "residual-"
 
@@ -66,15 +73,31 @@ VARIANT_NAMES: tuple[str, ...] = tuple(_VARIANTS)
 """Every name that `resolve_variant` knows, those with depth routing first."""
 
 
-def resolve_variant(name: str) -> OasisSettings:
+def resolve_variant(name: str, changes: Mapping[str, Any] = MappingProxyType({})) -> OasisSettings:
     """Return a copy of the settings of a named variant.
 
+    Args:
+        name: One of `VARIANT_NAMES`.
+        changes: Settings of another value than the variant's, as in an ablation.
+
     Raises:
-        UnknownNameError: No variant has that name.
+        UnknownNameError: No variant or setting has that name.
     """
     if name not in _VARIANTS:
         raise UnknownNameError("variant", name, _VARIANTS)
-    return dataclasses.replace(_VARIANTS[name])
+    for setting in changes:
+        if setting not in SETTING_NAMES:
+            raise UnknownNameError("setting", setting, SETTING_NAMES)
+    return dataclasses.replace(_VARIANTS[name], **changes)
+
+
+def variant_name(
+    name: str, wiring: str, changes: Mapping[str, object] = MappingProxyType({})
+) -> str:
+    """Return how a variant is called, with whatever is not its own: `oasis (oasis_repo)`."""
+    other = [] if wiring == resolve_variant(name).wiring else [wiring]
+    other += [f"{setting} {value}" for setting, value in changes.items() if setting != "wiring"]
+    return f"{name} ({', '.join(other)})" if other else name
 
 
 def build_config(base_config: PreTrainedConfig, variant: str | OasisSettings) -> OasisConfig:

@@ -22,11 +22,11 @@ from oasis_eval.errors import SpecError
 from oasis_eval.modeling.config import CONFIG_BY_BACKBONE, OasisConfig
 from oasis_eval.modeling.formats.folder import causal_class
 from oasis_eval.modeling.routing import DepthRouter
-from oasis_eval.modeling.variants import build_config
+from oasis_eval.modeling.variants import build_config, variant_name
 from oasis_eval.training import schedule
 from oasis_eval.training.memory import peak_bytes
 from oasis_eval.training.models import decaying, freeze_, plain_config, settings_of
-from oasis_eval.training.run import Plan, checkpoint_activations, load_tokenizer, variant_name
+from oasis_eval.training.run import Plan, checkpoint_activations, load_tokenizer
 
 _TIMED_FLOPS = 4e11
 """Largest pass that is timed, some 10 seconds of one core."""
@@ -74,7 +74,7 @@ def dry_run(plan: Plan) -> list[str]:
     tokens = plan.steps * recipe.batch_size * recipe.context
     wiring = config.wiring
     lines = [
-        f"{recipe.name}: {config.model_type}, {variant_name(plan.variant, wiring)}, "
+        f"{recipe.name}: {config.model_type}, {variant_name(plan.variant, wiring, plan.settings)}, "
         f"{wiring}{blocks}",
         f"Parameters (counted): {needs.num_parameters:,}, {needs.num_router_parameters:,} of them "
         f"in depth routers; {needs.num_trained:,} learn, {needs.num_decaying} tensors decay",
@@ -120,10 +120,12 @@ def _config(plan: Plan) -> Any:
         needs_tokenizer = recipe.backbone.vocab_size is None
         tokenizer = load_tokenizer(plan) if needs_tokenizer else None
         base: Any = plain_config(recipe.backbone, context=recipe.context, tokenizer=tokenizer)
-        return build_config(base, settings_of(recipe, plan.variant, plan.wiring))
+        return build_config(base, settings_of(recipe, plan.variant, plan.wiring, plan.settings))
     loaded: Any = loading.load(registry.resolve(plan.start), dtype="fp32").model
     if loaded.config.model_type in CONFIG_BY_BACKBONE:
-        return build_config(loaded.config, settings_of(recipe, plan.variant, plan.wiring))
+        return build_config(
+            loaded.config, settings_of(recipe, plan.variant, plan.wiring, plan.settings)
+        )
     if not isinstance(loaded.config, OasisConfig):
         raise SpecError(f"{plan.start}: {loaded.config.model_type} cannot be trained as a variant")
     return loaded.config

@@ -19,7 +19,7 @@ import shutil
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from oasis_eval.errors import RecordError, SpecError
 from oasis_eval.parsing import explain
@@ -49,6 +49,8 @@ class Identity(Outcome):
     recipe: TrainRecipe
     variant: str
     wiring: str
+    settings: dict[str, str | float | int | bool | None] = Field(default_factory=dict)
+    """Settings of another value than the variant's (`--set`)."""
     seed: int
     steps: int
     """Those of the recipe, or `--max-steps`."""
@@ -179,7 +181,7 @@ def step_of(checkpoint: Path) -> int:
 
 def difference(found: Identity, asked: Identity) -> str | None:
     """Return what two runs differ in, the most telling first; None: nothing."""
-    for name in ("variant", "wiring", "seed", "train", "steps", "dtype"):
+    for name in ("variant", "wiring", "settings", "seed", "train", "steps", "dtype"):
         if getattr(found, name) != getattr(asked, name):
             return f"{name} {getattr(found, name)!r}, not {getattr(asked, name)!r}"
     if found.recipe.name != asked.recipe.name:

@@ -8,6 +8,7 @@ one variant has (routers, gates) starts from values that do not depend on the se
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
@@ -42,16 +43,18 @@ _FREE_IN_CHECKPOINTS = frozenset(
 """Settings that a checkpoint may have of its own under the name of a variant."""
 
 
-def settings_of(recipe: TrainRecipe, variant: str, wiring: str | None) -> OasisSettings:
+def settings_of(
+    recipe: TrainRecipe, variant: str, wiring: str | None, changes: Mapping[str, Any]
+) -> OasisSettings:
     """Return the settings of a run that starts from scratch.
 
     Raises:
-        UnknownNameError: No variant has that name.
+        UnknownNameError: No variant or setting has that name.
     """
-    settings = resolve_variant(variant)
-    changes: dict[str, Any] = {} if wiring is None else {"wiring": wiring}
-    settings = dataclasses.replace(settings, **changes)
-    if settings.wiring in BLOCK_WIRINGS:
+    settings = resolve_variant(variant, changes)
+    wired: dict[str, Any] = {} if wiring is None else {"wiring": wiring}
+    settings = dataclasses.replace(settings, **wired)
+    if settings.wiring in BLOCK_WIRINGS and "num_blocks" not in changes:
         settings = dataclasses.replace(settings, num_blocks=recipe.num_blocks)
     return settings
 
@@ -110,7 +113,9 @@ def from_scratch(base: LlamaConfig | Qwen3Config, settings: OasisSettings, *, se
     return wrap(plain, config)
 
 
-def from_checkpoint(reference: loading.Reference, variant: str, wiring: str | None) -> Any:
+def from_checkpoint(
+    reference: loading.Reference, variant: str, wiring: str | None, changes: Mapping[str, Any]
+) -> Any:
     """Return the variant of a checkpoint, fp32: a plain one is wrapped, one of ours taken as it is.
 
     Raises:
@@ -118,13 +123,14 @@ def from_checkpoint(reference: loading.Reference, variant: str, wiring: str | No
         SpecError: It is another variant.
     """
     model: Any = reference.model
-    settings = resolve_variant(variant)
+    settings = resolve_variant(variant, changes)
     if wiring is not None:
-        changes: dict[str, Any] = {"wiring": wiring}
-        settings = dataclasses.replace(settings, **changes)
+        wired: dict[str, Any] = {"wiring": wiring}
+        settings = dataclasses.replace(settings, **wired)
     if model.config.model_type in CONFIG_BY_BACKBONE:
         natural: Any = "num_sources" if settings.wiring in KIMI_WIRINGS else "none"
-        settings = dataclasses.replace(settings, depth_output_scale=natural)
+        if "depth_output_scale" not in changes:
+            settings = dataclasses.replace(settings, depth_output_scale=natural)
         return wrap(model, build_config(model.config, settings))
     config: Any = model.config
     if not isinstance(config, OasisConfig):

@@ -22,7 +22,7 @@ from oasis_eval import checkpoint, corpus, loading, registry
 from oasis_eval.cells import git_commit, versions
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.minicorpus import tokenizer as mini_tokenizer
-from oasis_eval.modeling.variants import resolve_variant
+from oasis_eval.modeling.variants import variant_name
 from oasis_eval.record import write_text_atomically
 from oasis_eval.spec import DirSource, Dtype, ModelCard, TrainRecipe
 from oasis_eval.training import tokens
@@ -56,6 +56,8 @@ class Plan:
     seed: int = 0
     wiring: str | None = None
     """None: the variant's."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of another value than the variant's."""
     start: str | None = None
     """What `evaluate` takes: a checkpoint to start from; None: from scratch."""
     train: Trained = "all"
@@ -148,6 +150,7 @@ def train(plan: Plan, out: Path, *, overwrite: bool = False, quiet: bool = False
         recipe=plan.recipe,
         variant=plan.variant,
         wiring=model.config.wiring,
+        settings=plan.settings,
         seed=plan.seed,
         steps=plan.steps,
         start=start,
@@ -227,7 +230,7 @@ def build_model(
     """
     if reference is None:
         base = plain_config(plan.recipe.backbone, context=plan.recipe.context, tokenizer=tokenizer)
-        settings = settings_of(plan.recipe, plan.variant, plan.wiring)
+        settings = settings_of(plan.recipe, plan.variant, plan.wiring, plan.settings)
         model = from_scratch(base, settings, seed=plan.seed)
     else:
         positions = reference.context_length
@@ -236,7 +239,7 @@ def build_model(
                 f"{reference.card.name} has {positions} positions, the recipe's context is "
                 f"{plan.recipe.context}"
             )
-        model = from_checkpoint(reference, plan.variant, plan.wiring)
+        model = from_checkpoint(reference, plan.variant, plan.wiring, plan.settings)
     freeze_(model, plan.train, variant=plan.variant)
     return model
 
@@ -255,12 +258,6 @@ def start_tokens(recipe: TrainRecipe, tokenizer: PreTrainedTokenizerBase) -> lis
             "start_each_block: the tokenizer puts no token before a text; leave the setting out"
         )
     return head
-
-
-def variant_name(variant: str, wiring: str) -> str:
-    """Return the variant's name, with the wiring where that is not the variant's own."""
-    own = resolve_variant(variant).wiring
-    return variant if wiring == own else f"{variant} ({wiring})"
 
 
 def _check(plan: Plan) -> None:
@@ -339,7 +336,7 @@ def _write(
     for file in sorted(work.iterdir(), key=lambda file: file.name == "config.json"):
         file.replace(folder.path / file.name)
     work.rmdir()
-    name = variant_name(identity.variant, identity.wiring)
+    name = variant_name(identity.variant, identity.wiring, identity.settings)
     override = "" if identity.steps == identity.recipe.steps else f", {identity.steps} steps"
     card = ModelCard(
         name=folder.path.name,

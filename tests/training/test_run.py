@@ -185,6 +185,7 @@ def test_finished_run_is_left_alone(place: Path, finished: Path) -> None:
         ({"variant": "oasis"}, "variant 'vanilla', not 'oasis'"),
         ({"seed": 3}, "seed 0, not 3"),
         ({"wiring": "attnres_full"}, "wiring 'attnres_block', not 'attnres_full'"),
+        ({"settings": {"num_blocks": 1}}, r"settings \{\}, not \{'num_blocks': 1\}"),
         ({"max_steps": 7}, "steps 12, not 7"),
         ({"train": "routers"}, "train 'all', not 'routers'"),
         ({"dtype": "bf16"}, "dtype 'fp32', not 'bf16'"),
@@ -274,6 +275,23 @@ def test_routers_alone(place: Path, finished: Path, tmp_path: Path) -> None:
     assert all("attn_res_" in name or "final_res" in name for name in moved)
     with pytest.raises(SpecError, match="no depth routers"):
         train(plan(place, variant="residual-vanilla", train="routers"), tmp_path / "x", quiet=True)
+
+
+def test_a_setting_of_ones_own_is_trained_and_recorded(place: Path, tmp_path: Path) -> None:
+    """An ablation: the model has it, run and card say so, going on without it is refused."""
+    settings = {"token_log_n": 2.0, "num_blocks": 1}
+    run(plan(place, variant="outeffhop", settings=settings, max_steps=2), tmp_path / "run")
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    info = RunFolder(tmp_path / "run").read()
+
+    assert (config["token_log_n"], config["num_blocks"]) == (2.0, 1)
+    assert info is not None
+    assert info.identity.settings == settings
+    assert registry.read_card(tmp_path / "run.yaml").variant == (
+        "outeffhop (token_log_n 2.0, num_blocks 1)"
+    )
+    with pytest.raises(SpecError, match="settings"):
+        run(plan(place, variant="outeffhop", max_steps=2), tmp_path / "run")
 
 
 def test_other_variant_of_a_checkpoint_is_refused(

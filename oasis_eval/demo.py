@@ -15,7 +15,7 @@ from oasis_eval.spec import EvaluationSpec
 
 SCHEMES = ("fp32", "w8a8", "w8a8-static", "w4a4", "w4a4-static")
 TASKS = ("mini_ppl", "mini_gsm")
-NUM_ITEMS = 40
+NUM_ITEMS = 30
 """Windows of prose, and questions."""
 BASELINE = "mini-vanilla"
 MODELS = (
@@ -52,10 +52,11 @@ def run(out: Path, *, models: tuple[str, ...] = MODELS) -> pipeline.Report:
         diagnostics=True,
     )
     report = pipeline.evaluate(spec, out / "records")
-    written = [path for name in TABLES for path in _write_table(name, report.records, out)]
-    written += _draw(out)
-    _say("\nWritten: " + ", ".join(str(path) for path in written))
+    tables = [path for name in TABLES for path in _write_table(name, report.records, out)]
+    figures = _draw(out)
     _say(
+        f"\nTables:  {', '.join(str(path) for path in tables)}\n"
+        f"Figures: {len(figures)} files in {out / 'figures'}\n"
         f"Records: {out / 'records'}   One page of it: oasis-eval report {out / 'records'}\n"
         f"How the models were trained and what a whole run gives: "
         f"{data_folder('results') / 'reference'}\n"

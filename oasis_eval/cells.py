@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from types import MappingProxyType
 
+from oasis_eval import ranks
 from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
 from oasis_eval.errors import OasisError
 from oasis_eval.fidelity import VERSION as FIDELITY_VERSION
@@ -166,6 +167,7 @@ def provenance(prepared: PreparedModel, *, started: datetime, seconds: float) ->
         started=started.isoformat(timespec="seconds"),
         seconds=round(seconds, 3),
         num_threads=torch.get_num_threads(),
+        num_processes=ranks.current().count,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from oasis_eval import checkpoint
+from oasis_eval import checkpoint, ranks
 from oasis_eval.baseline import Baseline
 from oasis_eval.cells import Cell
 from oasis_eval.errors import (
@@ -131,9 +131,13 @@ class Runner:
                 self._locks.release(match[1])
 
     def wait(self, cell: Cell) -> None:
-        """Return once no other process works on a cell."""
-        self._locks.take(self._key(cell))
-        self._locks.release(self._key(cell))
+        """Return once no other evaluation works on a cell."""
+
+        def take() -> None:
+            self._locks.take(self._key(cell))
+            self._locks.release(self._key(cell))
+
+        ranks.current().first(take)
 
     def fail(self, cell: Cell, error: Exception) -> None:
         """Store the failure of a cell.
@@ -166,7 +170,7 @@ class Runner:
         while pending:
             group = pending.pop(0)
             later = [cell for rest in pending for cell in rest]
-            claimed = [cell for cell in group if self._locks.claim(self._key(cell))]
+            claimed = self._claim(group)
             held += [cell for cell in group if not any(cell is other for other in claimed)]
             todo = [cell for cell in claimed if not self._settle(cell)]
             try:
@@ -189,15 +193,24 @@ class Runner:
                 break
             finally:
                 for cell in claimed:
-                    self._locks.release(self._key(cell))
+                    self._release(cell)
         return held
+
+    def _claim(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Lock the cells that no other evaluation works on, and return them."""
+        free = ranks.current().first(lambda: [self._locks.claim(self._key(c)) for c in cells])
+        return [cell for cell, is_free in zip(cells, free, strict=True) if is_free]
+
+    def _release(self, cell: Cell) -> None:
+        if ranks.current().is_first:
+            self._locks.release(self._key(cell))
 
     def _settle(self, cell: Cell) -> bool:
         """Do what needs no model; False where the cell has to be measured."""
         if cell.problem is None:
             try:
-                record = finished_record(self._out, cell, retry_failed=self._rules.retry_failed)
-            except RecordError as error:
+                record = ranks.current().first(lambda: self._finished_record(cell))
+            except (RecordError, ranks.RankError) as error:
                 self._observer.lost([cell], error)
                 return True
             if record is not None:
@@ -208,6 +221,9 @@ class Runner:
         elif cell.problem is not None:
             self.fail(cell, cell.problem)
         return not cell.can_run
+
+    def _finished_record(self, cell: Cell) -> RunRecord | None:
+        return finished_record(self._out, cell, retry_failed=self._rules.retry_failed)
 
     def _load(self, cells: Sequence[Cell]) -> Reference:
         """Load the checkpoint in the one dtype that the schemes of all `cells` can start from."""
@@ -221,12 +237,13 @@ class Runner:
         wanted: set[Dtype] = {cell.spec.scheme.dtype or cell.spec.dtype for cell in cells}
         wanted |= {cell.spec.fidelity for cell in cells if cell.spec.fidelity is not None}
         dtype: Dtype = wanted.pop() if len(wanted) == 1 else "fp32"
-        reference = load(cells[0].card, dtype=dtype, device=run.device)
-        if reference.digest != cells[0].digest:
-            raise CheckpointError(
-                f"{cells[0].card.name}: the checkpoint's files changed while they were read; "
-                "run again when they are complete"
-            )
+        with ranks.current().together():
+            reference = load(cells[0].card, dtype=dtype, device=run.device)
+            if reference.digest != cells[0].digest:
+                raise CheckpointError(
+                    f"{cells[0].card.name}: the checkpoint's files changed while they were read; "
+                    "run again when they are complete"
+                )
         return reference
 
     def _scheme(
@@ -252,7 +269,7 @@ class Runner:
         measurement = Measurement(self._out, baseline, self._rules.quiet)
         self._observer.preparing(cells[0])
         try:
-            with time_limit(self._rules.cell_seconds):
+            with time_limit(self._rules.cell_seconds), ranks.current().together():
                 baseline.run(reference, cells)
                 prepared = undo.enter_context(block)
         except Exception as error:  # noqa: BLE001 - one bad scheme must not end the grid
@@ -286,7 +303,8 @@ class Runner:
             with time_limit(self._rules.cell_seconds):
                 while True:
                     try:
-                        return measurement.of(prepared, cell, batch_size=batch_size)
+                        with ranks.current().together():
+                            return measurement.of(prepared, cell, batch_size=batch_size)
                     except Exception as error:
                         if batch_size == 1 or not is_out_of_memory(error):
                             raise
@@ -299,12 +317,18 @@ class Runner:
 
     def _store_alone(self, cell: Cell, record: RunRecord) -> None:
         """Store a record of a cell whose lock is not held."""
-        self._locks.take(self._key(cell))
+        if ranks.current().is_first:
+            self._locks.take(self._key(cell))
         self._store(cell, record, [])
-        self._locks.release(self._key(cell))
+        self._release(cell)
 
     def _store(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
         """Write samples first, then the record that makes them count."""
+        if ranks.current().is_first:
+            self._write(cell, record, samples)
+        self._observer.finished(cell, record, reused=False)
+
+    def _write(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
         if samples:
             write_samples(self._out, record.key, samples)
         write_record(self._out, record)
@@ -316,7 +340,6 @@ class Runner:
             for key in keys_with_less(cell):
                 for suffix in (".json", ".samples.jsonl"):
                     (self._out / f"{key}{suffix}").unlink(missing_ok=True)
-        self._observer.finished(cell, record, reused=False)
 
 
 def _by_model(cells: Sequence[Cell]) -> list[list[Cell]]:

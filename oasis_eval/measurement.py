@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from oasis_eval import ranks
 from oasis_eval.baseline import NO_ANSWERS, Baseline
 from oasis_eval.cells import Cell, provenance
 from oasis_eval.harness import run as harness
@@ -48,7 +49,7 @@ class Measurement:
         """
         started, clock = datetime.now(UTC), time.perf_counter()
         run = cell.spec
-        record = find_scores(self.out, cell)
+        record = ranks.current().first(lambda: find_scores(self.out, cell))
         if record is None:
             record, samples = self._scored(prepared, cell, batch_size)
         else:

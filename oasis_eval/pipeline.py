@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from oasis_eval import ranks
 from oasis_eval.cells import Cell
-from oasis_eval.errors import OasisError, OutputError
+from oasis_eval.errors import OasisError, OutputError, SpecError
 from oasis_eval.execution import Observer, Rules, Runner
 from oasis_eval.plan import Texts, cells_of
 from oasis_eval.record import RunRecord
@@ -58,11 +59,18 @@ def evaluate(
         OutputError: The output folder cannot be written.
     """
     cells = cells_of(spec)
-    check_folder(out)
+    group = ranks.join(spec.device)
+    if group.count > 1 and spec.diagnostics:
+        raise SpecError(
+            "--diagnostics with several processes: expected one, which measures on whole batches; "
+            "scores that are there already are not measured again"
+        )
+    group.first(lambda: check_folder(out))
     texts = Texts()
     for cell in cells:
         texts.give(cell)
-    seen = _Seen(on_record, is_shown=not quiet)
+    quiet = quiet or not group.is_first
+    seen = _Seen(on_record if group.is_first else lambda record: None, is_shown=not quiet)
     with Runner(out, Rules(quiet=quiet), seen) as runner:
         try:
             runner.run(cells)

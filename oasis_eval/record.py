@@ -138,6 +138,8 @@ class Provenance(Outcome):
     """UTC, ISO 8601."""
     seconds: float | None
     num_threads: int | None
+    num_processes: int = 1
+    """Processes that shared the batches of this cell."""
 
 
 def _kind_of_run(value: object) -> str:

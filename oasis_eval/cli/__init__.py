@@ -88,7 +88,8 @@ def main() -> None:
     except OasisError as error:
         if os.environ.get("OASIS_EVAL_DEBUG"):
             raise
-        say(f"error: {error}")
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or os.environ.get("RANK") == "0":
+            say(f"error: {error}")  # of a launcher's group, one process speaks
         sys.exit(2)
     except BrokenPipeError:
         # The reader of our output went away (`| head`): nothing left to say to it.

@@ -80,7 +80,8 @@ def evaluate(
 
     Every model, scheme, task and protocol is a cell with a record of its own in --out. A cell that
     has its record is not run again, so an interrupted call is simply repeated. Exit status 2: some
-    cell has no numbers.
+    cell has no numbers. Several GPUs share the batches of each cell if `accelerate launch -m
+    oasis_eval` or `torchrun -m oasis_eval` stands in the place of `oasis-eval`.
 
     Example: oasis-eval evaluate ./my-llama --scheme fp32,w8a8,w4a4 --task wikitext2,gsm8k
     --limit 20
@@ -112,7 +113,7 @@ def evaluate(
 
 
 def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) -> None:
-    from oasis_eval import pipeline
+    from oasis_eval import pipeline, ranks
 
     def show(record: RunRecord) -> None:
         if as_json:
@@ -123,6 +124,8 @@ def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) ->
     except KeyboardInterrupt:
         output.say("interrupted; finished cells are kept, run the same command again to go on")
         raise typer.Exit(130) from None
+    if not ranks.current().is_first:  # another process says it
+        raise typer.Exit(0 if report.is_complete else 2)
     if any(record.status == "ok" for record in report.records) and not as_json:
         output.print_table(report.records)
         print(f"\nRecords: {out}   Table for a paper: oasis-eval table {out} --format latex")  # noqa: T201

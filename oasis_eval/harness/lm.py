@@ -15,6 +15,7 @@ from lm_eval.api.model import TemplateLM
 from tqdm import tqdm
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from oasis_eval import ranks
 from oasis_eval.corpus import encode, head_tokens
 from oasis_eval.errors import DataError, SpecError
 from oasis_eval.harness.protocols import Details, Plan, Window, parse_protocol, plan, prefix_token
@@ -235,21 +236,28 @@ class OasisLM(TemplateLM):
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(repr(sorted(request.args[1].items())), []).append(index)
-        results: dict[int, Completion] = {}
+        batches: list[tuple[list[int], _Generation]] = []
+        prompts: dict[int, tuple[list[int], bool]] = {}
+        for indices in groups.values():
+            options = _Generation.parse(requests[indices[0]].args[1])
+            prompts.update({i: self._prompt(requests[i].args[0], options) for i in indices})
+            order = sorted(indices, key=lambda i: (-len(prompts[i][0]), i))
+            for start in range(0, len(order), self.batch_size):
+                batches.append((order[start : start + self.batch_size], options))
+        if ranks.current().count > 1 and any(item.sampling["do_sample"] for _, item in batches):
+            raise SpecError("sampled completions depend on the order of draws: use one process")
         hidden = self._quiet or disable_tqdm
         with tqdm(total=len(requests), desc="answering", unit="question", disable=hidden) as bar:
-            for indices in groups.values():
-                options = _Generation.parse(requests[indices[0]].args[1])
-                prompts = {i: self._prompt(requests[i].args[0], options) for i in indices}
-                order = sorted(indices, key=lambda i: (-len(prompts[i][0]), i))
-                for start in range(0, len(order), self.batch_size):
-                    batch = order[start : start + self.batch_size]
-                    texts = self._generate([prompts[i][0] for i in batch], options)
-                    for i, text in zip(batch, texts, strict=True):
-                        text.prompt_tokens = len(prompts[i][0])
-                        text.prompt_truncated = prompts[i][1]
-                        results[i] = text
-                    bar.update(len(batch))
+            found = ranks.current().share(
+                batches,
+                lambda batch: self._generate([prompts[i][0] for i in batch[0]], batch[1]),
+                on_done=lambda batch: bar.update(len(batch[0])),
+            )
+        results: dict[int, Completion] = {}
+        for (batch, _), texts in zip(batches, found, strict=True):
+            for i, text in zip(batch, texts, strict=True):
+                text.prompt_tokens, text.prompt_truncated = len(prompts[i][0]), prompts[i][1]
+                results[i] = text
         return [results[index] for index in range(len(requests))]
 
     def _prompt(self, text: str, options: _Generation) -> tuple[list[int], bool]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import ModelOutput
 
+from oasis_eval import ranks
 from oasis_eval.harness.protocols import Window
 from oasis_eval.positions import bucket_starts
 
@@ -96,12 +97,17 @@ class Scorer:
         Returns:
             One score a window, in the order given.
         """
-        scores: dict[int, WindowScore] = {}
-        for indices in _batches(windows, batch_size):
-            batch = [windows[index] for index in indices]
-            for index, score in zip(indices, self._score_batch(batch), strict=True):
-                scores[index] = score
-            on_batch(len(batch))
+        batches = list(_batches(windows, batch_size))
+        found = ranks.current().share(
+            batches,
+            lambda indices: self._score_batch([windows[index] for index in indices]),
+            on_done=lambda indices: on_batch(len(indices)),
+        )
+        scores = {
+            index: score
+            for indices, batch in zip(batches, found, strict=True)
+            for index, score in zip(indices, batch, strict=True)
+        }
         return [scores[index] for index in range(len(windows))]
 
     def _score_batch(self, batch: list[Window]) -> list[WindowScore]:

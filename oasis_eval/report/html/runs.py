@@ -221,6 +221,7 @@ def _settings(record: RunRecord) -> list[tuple[str, str]]:
             ("commit", provenance.git_commit),
             ("attention", provenance.attention),
             ("threads", provenance.num_threads),
+            ("processes", provenance.num_processes if provenance.num_processes > 1 else None),
             ("started", provenance.started),
             ("seconds", None if provenance.seconds is None else f"{provenance.seconds:.1f}"),
         ]

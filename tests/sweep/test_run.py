@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import os
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,32 @@ def test_a_second_sweep_runs_nothing(grid: Grids) -> None:
     assert all(entry.reused for entry in again.entries)
     assert again.num_loads == 0
     assert {path: path.stat().st_mtime_ns for path in Path("runs").iterdir()} == before
+
+
+@pytest.mark.parametrize("days", [-20000, 20000])
+def test_a_clock_that_jumps_changes_nothing(
+    grid: Grids, home: Path, days: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a sweep, and between two: same records, sane times, nothing done again."""
+    expected = {entry.record.key: numbers(entry.record) for entry in run(grid()).entries}
+    shutil.rmtree("runs")
+    now, calls = time.time, itertools.count()
+
+    def jumping() -> float:  # forth and back at every other look
+        return now() + days * 86400.0 * (next(calls) % 2)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", jumping)
+        ledger = run(grid())
+    for path in [*Path("runs").iterdir(), home / "wiki.txt", home / "book.txt"]:
+        os.utime(path, (now() + days * 86400.0,) * 2)
+    again = run(grid())
+
+    found = {entry.record.key: numbers(entry.record) for entry in ledger.entries}
+    assert found == expected
+    assert all(0.0 < entry.record.provenance.seconds < 600.0 for entry in ledger.entries)
+    assert [entry.reused for entry in again.entries] == [True] * 4
+    assert again.num_loads == 0
 
 
 WHOLE: dict[str, list[str]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -90,10 +91,15 @@ def ranking(
     return Drawing(stem_of("ranking", title or value_label), figure)
 
 
+_KEY = re.compile(r"-[0-9a-f]{8}$")
+"""What makes a file's name unique and says nothing to a reader."""
+
+
 class Ranked(NamedTuple):
     """What a file of sensitivities says."""
 
-    title: str
+    stem: str
+    """Name of the file without its suffix."""
     labels: tuple[str, ...]
     values: tuple[float, ...]
     intervals: tuple[tuple[float, float] | None, ...]
@@ -101,10 +107,9 @@ class Ranked(NamedTuple):
     def draw(self) -> Drawing:
         """Return its figure."""
         label = "cost in loss (nats a token)"
-        found = ranking(
-            self.labels, self.values, self.intervals, value_label=label, title=self.title
-        )
-        return found._replace(stem=stem_of("sensitivity", self.title))
+        title = _KEY.sub("", self.stem)
+        found = ranking(self.labels, self.values, self.intervals, value_label=label, title=title)
+        return found._replace(stem=stem_of("sensitivity", self.stem))
 
 
 def read_ranking(path: Path) -> Ranked:

@@ -54,6 +54,8 @@ class HeatPanel:
     """[rows], the column that is set apart; None: there is no null."""
     side: str = ""
     """Left of the map; may be empty."""
+    is_written: bool = False
+    """Whether every cell also says its share in per cent, for maps of few cells."""
 
 
 class Words(NamedTuple):
@@ -162,8 +164,24 @@ def _cells(axes: Axes, panel: HeatPanel, norm: Normalize) -> None:
             axes.add_patch(
                 Rectangle(corner, size, 1.0, hatch="xxxx", fill=False, edgecolor="0.4", linewidth=0)
             )
+    if panel.is_written:
+        _write(axes, panel, norm)
     axes.set_ylim(num_rows - 0.5, -0.5)
     axes.set_xlim(-0.5, num_columns - 0.5 + (_GAP + 1.0 if panel.null is not None else 0.0))
+
+
+def _write(axes: Axes, panel: HeatPanel, norm: Normalize) -> None:
+    for row, column in np.argwhere(panel.exists & np.isfinite(panel.values)):
+        value = float(panel.values[row, column])
+        axes.text(
+            column,
+            row,
+            f"{100.0 * value:.0f}",
+            ha="center",
+            va="center",
+            fontsize=SMALLEST_POINTS,
+            color="white" if norm(value) > 0.5 else "black",
+        )
 
 
 def _labels(axes: Axes, panel: HeatPanel, *, height: float, width: float) -> None:

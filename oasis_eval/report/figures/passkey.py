@@ -30,7 +30,9 @@ def passkey(selection: Selection) -> Iterator[Drawing]:
         for number, start in enumerate(pages, start=1):
             part = panels[start : start + MOST_MAPS]
             columns = min(len(part), 3)
-            words = Words("context (tokens)", "depth (%)", "share of keys found", label)
+            words = Words(
+                "context (tokens)", "depth (%)", "share of keys found", f"{label}: keys found (%)"
+            )
             width = {1: 3.3, 2: 5.1}.get(columns, TEXT_INCHES)
             figure = draw_heat(part, words, columns=columns, width=width)
             more = [str(item) for item in (limit, number if len(pages) > 1 else None) if item]
@@ -62,4 +64,5 @@ def _panel(record: RunRecord) -> HeatPanel | None:
         exists=exists,
         row_labels=tuple(f"{100.0 * depth:g}" for depth in depths),
         column_labels=tuple(str(length) for length in lengths),
+        is_written=True,
     )

@@ -335,6 +335,8 @@ def test_passkey_by_length_and_depth() -> None:
     assert cells(axes, "sources").tolist() == [[1.0, 0.25], [0.5, 0.0]]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["256", "1024"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["0", "50"]
+    written = {text.get_position(): text.get_text() for text in axes.texts}
+    assert written == {(0, 0): "100", (1, 0): "25", (0, 1): "50", (1, 1): "0"}
     check_nothing_is_clipped(drawing.figure)
 
 

@@ -75,5 +75,9 @@ class RecordError(OasisError):
     """A stored record cannot be read or does not fit the request."""
 
 
+class NoMatchError(RecordError):
+    """Filters leave nothing of the records that are there."""
+
+
 class OutputError(RecordError):
     """A result cannot be written: whatever is computed from here on would be lost."""

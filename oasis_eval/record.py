@@ -12,8 +12,9 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import IO, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -198,12 +199,23 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def _write_and_rename(path: Path, text: str) -> None:
+    # Half a surrogate pair in a completion becomes the escape that JSON has for it.
+    with replacing(path) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file beside `path` that takes its place, whole and on disk, where nothing fails.
+
+    Raises:
+        OSError: It cannot be written there.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
-        # Half a surrogate pair in a completion becomes the escape that JSON has for it.
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())  # mkstemp's own mode is for the owner alone
@@ -261,13 +273,25 @@ def read_records(paths: Iterable[Path]) -> Iterator[RunRecord]:
     """
     for path in paths:
         if path.is_dir():
-            for file in sorted(path.glob("*.json")):
-                if not file.name.startswith("."):
-                    yield read_record(file)
+            for name in record_names(path):
+                yield read_record(path / name)
         elif path.exists():
             yield read_record(path)
         else:
             raise RecordError(f"{path}: no such file or folder of records")
+
+
+def record_names(folder: Path) -> list[str]:
+    """Return the names of a folder's record files, sorted.
+
+    Raises:
+        RecordError: The folder cannot be listed.
+    """
+    try:
+        names = os.listdir(folder)
+    except OSError as error:
+        raise RecordError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(name for name in names if name.endswith(".json") and not name.startswith("."))
 
 
 def write_samples(folder: Path, key: str, rows: Iterable[dict[str, object]]) -> Path:

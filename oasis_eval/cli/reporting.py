@@ -30,13 +30,14 @@ def report(
 
     Example: oasis-eval report results/runs --out report.html
     """
-    from oasis_eval.record import read_records
     from oasis_eval.report.html.page import build_report
+    from oasis_eval.report.store import find_records
 
+    filters = options.filters(where or [], "--where")
     text = build_report(
-        list(read_records(records)),
+        find_records(records, where=filters, whole=True),
         folders=[path if path.is_dir() else path.parent for path in records],
-        where=options.filters(where or [], "--where"),
+        where=filters,
         title=title,
     )
     output.write(text, out)

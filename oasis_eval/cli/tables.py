@@ -20,7 +20,8 @@ def table(
     spec: Annotated[
         str,
         typer.Option(
-            help="Table by name (results, perplexity, gsm8k, schemes, outliers, mini) or YAML file."
+            help="Table by name (results, perplexity, gsm8k, schemes, outliers, diagnostics, mini) "
+            "or YAML file."
         ),
     ] = "results",
     format: Annotated[  # noqa: A002 - the option's name
@@ -52,9 +53,9 @@ def table(
     Example: oasis-eval table results/runs --baseline reference --format latex --out table.tex
     """
     from oasis_eval.parsing import parse
-    from oasis_eval.record import read_records
     from oasis_eval.report.latex import width_note
     from oasis_eval.report.render import FORMATS, render
+    from oasis_eval.report.store import find_records
     from oasis_eval.report.tables import build_table, load_spec
     from oasis_eval.spec import TableSpec
 
@@ -71,7 +72,8 @@ def table(
             update={"where": {**settings.where, **options.filters(where, "--where")}}
         )
     folders = [path if path.is_dir() else path.parent for path in records]
-    built = build_table(list(read_records(records)), settings, folders=folders)
+    found = find_records(records, where=settings.where)
+    built = build_table(found, settings, folders=folders)
     output.write(render(built, format=format, width=output.width_for(out)), out)  # type: ignore[arg-type]  # checked above
     if format == "latex" and (note := width_note(built)) is not None:
         output.say(f"note: {note}")

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 
-from oasis_eval.errors import RecordError, SpecError
+from oasis_eval.errors import NoMatchError, RecordError, SpecError
 from oasis_eval.parsing import content_hash
 from oasis_eval.record import DataInfo, Metric, ProtocolInfo, RunRecord, Status, perplexity
+from oasis_eval.report.order import natural_key
 from oasis_eval.spec import QuantScheme
 
 _RELATIVE_TOLERANCE = 1e-9
@@ -78,6 +79,8 @@ LONG_COLUMNS = tuple(item.name for item in fields(Observation) if item.name != "
 _OUTCOMES = frozenset({"value", "stderr", "count", "status", "reason", "warnings", "key"})
 _OF_NUMBERS = frozenset({"metric", "filter"})
 FILTER_COLUMNS = tuple(name for name in LONG_COLUMNS if name not in _OUTCOMES - {"status", "key"})
+_MAX_VALUES_LISTED = 12
+_MAX_VALUE_LENGTH = 60
 
 
 def observe(records: Iterable[RunRecord]) -> list[Observation]:
@@ -92,6 +95,68 @@ def observe(records: Iterable[RunRecord]) -> list[Observation]:
     for record in _distinct(records):
         found.extend(_observations(record, _scheme_hash(record.spec.scheme, hashes)))
     return found
+
+
+def chosen(records: Iterable[RunRecord], where: Mapping[str, tuple[str, ...]]) -> list[Observation]:
+    """Return the observations of `records` that match `where`, at least one.
+
+    Raises:
+        NoMatchError: None matches; the message says what there is.
+        RecordError: As `observe`.
+        SpecError: As `keep`.
+    """
+    found = observe(records)
+    kept = keep(found, where)
+    if not kept:
+        raise NoMatchError(no_match(where, {name: values(found, name) for name in where}))
+    return kept
+
+
+def values(observations: Iterable[Observation], name: str) -> set[str]:
+    """Return the values of a field; a record without numbers has no metric and no filter."""
+    return {
+        shown(getattr(item, name))
+        for item in observations
+        if item.metric is not None or name not in _OF_NUMBERS
+    }
+
+
+def matching(text: str, patterns: Iterable[str]) -> bool:
+    """Tell whether a field's text matches one of `patterns`."""
+    return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns)
+
+
+def no_match(where: Mapping[str, tuple[str, ...]], found: Mapping[str, Iterable[str]]) -> str:
+    """Say which filter nothing passes, and what would.
+
+    Args:
+        where: Filters; each of its fields is known.
+        found: Values of each of these fields in all records.
+    """
+    for name, patterns in where.items():
+        there = sorted(found[name], key=natural_key)
+        if there and not any(matching(text, patterns) for text in there):
+            more = len(there) - _MAX_VALUES_LISTED
+            listed = ", ".join(text[:_MAX_VALUE_LENGTH] for text in there[:_MAX_VALUES_LISTED])
+            return f"no record has {name}={' or '.join(patterns)}; found: {listed}" + (
+                f" and {more} more" if more > 0 else ""
+            )
+    together = " and ".join(f"{name}={' or '.join(texts)}" for name, texts in where.items())
+    return f"no record has {together} together" if where else "the records hold no numbers"
+
+
+def field_texts(record: RunRecord) -> dict[str, list[str] | None]:
+    """Return the texts of every field that filters match; None: it passes every filter on it.
+
+    Raises:
+        RecordError: As `observe`.
+    """
+    items = list(_observations(record, _scheme_hash(record.spec.scheme, {})))
+    without = any(item.metric is None for item in items)
+    return {
+        name: None if without and name in _OF_NUMBERS else sorted(values(items, name))
+        for name in FILTER_COLUMNS
+    }
 
 
 def keep(
@@ -112,8 +177,7 @@ def keep(
     def matches(item: Observation, name: str, patterns: tuple[str, ...]) -> bool:
         if item.metric is None and name in _OF_NUMBERS:
             return True
-        text = shown(getattr(item, name))
-        return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns)
+        return matching(shown(getattr(item, name)), patterns)
 
     return [
         item

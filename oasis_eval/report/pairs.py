@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from oasis_eval.errors import RecordError
-from oasis_eval.record import RunRecord, read_records, read_samples
+from oasis_eval.errors import NoMatchError, RecordError
+from oasis_eval.record import RunRecord, read_samples
 from oasis_eval.report.comparable import check_names, check_pair, grouped
-from oasis_eval.report.observations import Observation, keep, observe
+from oasis_eval.report.observations import Observation, chosen
+from oasis_eval.report.store import find_records
 
 Samples = list[dict[str, object]]
 
@@ -84,11 +85,13 @@ def read_side(path: Path, where: Mapping[str, tuple[str, ...]], *, name: str) ->
         RecordError: There are no records, or none matches.
         SpecError: A filter is on no field.
     """
-    records = list(read_records([path]))
-    kept = keep(observe(records), where)
-    if not kept:
-        what = f"none of the {len(records)} records matches {dict(where)}" if records else "empty"
-        raise RecordError(f"{name} ({path}): {what}")
+    try:
+        records = find_records([path], where=where)
+        if not records:
+            raise NoMatchError("no records there")
+        kept = chosen(records, where)
+    except NoMatchError as error:
+        raise NoMatchError(f"{name} ({path}): {error}") from None
     folder = path if path.is_dir() else path.parent
     return [Cell(folder, tuple(items)) for items in grouped(kept, lambda item: item.key)]
 

@@ -21,7 +21,7 @@ from oasis_eval.report.annotations import annotate
 from oasis_eval.report.comparable import check_cell, check_columns, check_names
 from oasis_eval.report.grid import Cell, Grid, Label, Line, Place, Table
 from oasis_eval.report.numbers import KNOWN_METRICS, is_floor
-from oasis_eval.report.observations import Observation, keep, observe
+from oasis_eval.report.observations import Observation, chosen
 from oasis_eval.report.order import ranks
 from oasis_eval.spec import Dimension, TableSpec
 
@@ -77,9 +77,7 @@ def build_table(
         raise RecordError(
             "no records: run 'oasis-eval evaluate MODEL' first, or give the folder it wrote to"
         )
-    kept = keep(observe(records), spec.where)
-    if not kept:
-        raise RecordError(f"none of the {len(records)} records matches 'where' {spec.where}")
+    kept = chosen(records, spec.where)
     selected = _select(kept, spec)
     check_names(selected)
     check_columns(selected, protocols_apart="protocol" in spec.rows + spec.columns)

@@ -289,7 +289,7 @@ def test_where_keeps_some(records: list[RunRecord]) -> None:
 @pytest.mark.parametrize(
     ("where", "kind", "words"),
     [
-        ({"scheme": ("none-such",)}, RecordError, "none of the"),
+        ({"scheme": ("none-such",)}, RecordError, "no record has scheme=none-such; found: "),
         ({"shceme": ("fp32",)}, SpecError, "shceme"),
     ],
 )

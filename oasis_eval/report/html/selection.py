@@ -9,7 +9,7 @@ from pathlib import Path
 from oasis_eval.errors import RecordError
 from oasis_eval.record import RunRecord
 from oasis_eval.report.annotations import model_labels
-from oasis_eval.report.observations import Observation, keep, observe
+from oasis_eval.report.observations import Observation, chosen
 from oasis_eval.report.order import natural_key, ranks
 
 
@@ -59,9 +59,7 @@ def select(
         raise RecordError(
             "no records: run 'oasis-eval evaluate MODEL' first, or give the folder it wrote to"
         )
-    kept = keep(observe(records), where)
-    if not kept:
-        raise RecordError(f"none of the {len(records)} records matches --where {dict(where)}")
+    kept = chosen(records, where)
     schemes = {item.scheme: item.record.spec.scheme for item in kept}
     orders = {
         name: ranks(

@@ -41,4 +41,5 @@ def report(
         title=title,
     )
     output.write(text, out)
-    output.say(f"{out}: {len(text.encode()) / 1e6:.1f} MB")
+    size = len(text.encode())
+    output.say(f"{out}: {size / 1e6:.1f} MB" if size >= 1e6 else f"{out}: {size / 1e3:.0f} kB")

@@ -57,6 +57,7 @@ def table(
     from oasis_eval.report.render import FORMATS, render
     from oasis_eval.report.store import find_records
     from oasis_eval.report.tables import build_table, load_spec
+    from oasis_eval.report.terminal import split_note
     from oasis_eval.spec import TableSpec
 
     if format not in FORMATS:
@@ -77,6 +78,12 @@ def table(
     output.write(render(built, format=format, width=output.width_for(out)), out)  # type: ignore[arg-type]  # checked above
     if format == "latex" and (note := width_note(built)) is not None:
         output.say(f"note: {note}")
+    if format == "terminal" and (note := split_note(built, output.width_for(out))) is not None:
+        output.say(f"note: {note}")
+    failed = {item.key for item in built.observations if item.status == "failed"}
+    if failed:
+        what = f"{len(failed)} failed runs are" if len(failed) > 1 else "a failed run is"
+        output.say(f"note: {what} in this table; without: --where status=ok")
 
 
 def compare(

@@ -36,6 +36,8 @@ TEXT_METRICS = ("word_perplexity", "token_perplexity")
 ANSWERS = {"pass@1": "strict", "pass@1_flexible": "flexible"}
 """Metrics of answers, and the column of the samples that they are the mean of."""
 ANSWER_LOSS = "answer_nll_per_token"
+FEW_WINDOWS = 6
+"""With fewer, an interval rests on so little that a note says so."""
 _DIFFERS = ("checkpoint_sha256", "scheme_sha256", "dtype", "device", "batch_size")
 
 
@@ -216,6 +218,12 @@ def _loss(pair: Pair, metric: str, samples: PairedSamples, notes: tuple[str, ...
     estimated = statistics.log_perplexity_difference(
         losses[0], losses[1], tokens, block=1 if is_answer else None
     )
+    if len(tokens) < FEW_WINDOWS and not is_answer:
+        notes = (
+            *notes,
+            f"Only {len(tokens)} windows: interval and p are rough guesses; measure more "
+            "(a larger --limit or a longer text).",
+        )
     scale = sum(tokens) / units
     interval = Interval(*(value * scale for value in estimated))
     change = _relative(one, interval) if is_answer else Change(*map(_percent, interval))
@@ -226,6 +234,7 @@ def _loss(pair: Pair, metric: str, samples: PairedSamples, notes: tuple[str, ...
         change=change,
         test="paired t",
         p_value=statistics.paired_t_test(losses[0], losses[1]),
+        notes=notes,
     )
 
 

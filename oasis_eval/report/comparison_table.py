@@ -254,14 +254,18 @@ def _method_note(differences: Sequence[Difference]) -> str:
     if losses:
         parts.append(
             "of perplexities the difference of their logarithms, of losses their own, in nats, "
-            "block bootstrap over windows, p of the paired t-test"
+            "interval of a block bootstrap over windows, widened by Student's t for few blocks, "
+            "p of the paired t-test"
         )
     if shares:
         parts.append("of shares in points, interval of Agresti and Min, p of McNemar's exact test")
         parts.append("flips: questions that only A and that only B answers right")
     if tests:
         parts.append(f"p (Holm): adjusted over the {len(tests)} tests of this table")
-        parts.append("detectable: smallest difference found with a power of 80 %")
+        parts.append(
+            "Detectable: the smallest true difference that a comparison of this size would find "
+            "four times out of five (power 80 %)"
+        )
     return "; ".join(parts) + "."
 
 

@@ -18,6 +18,7 @@ from oasis_eval.report.layout import (
     header_spans,
     label_text,
     marks_text,
+    narrower,
     plain,
     row_headers,
     starts_group,
@@ -113,20 +114,9 @@ def width_note(table: Table) -> str | None:
     excess = _points(table, _SIZES[-1]) / _TEXT_WIDTH_POINTS - 1.0
     if excess <= 0.0:
         return None
-    values = {
-        name: list(dict.fromkeys(line.place[level] for line in table.columns))
-        for level, name in enumerate(table.column_dimensions)
-    }
-    name = max(values, key=lambda name: len(values[name]))
-    cure = "give its models shorter labels ('label' of a card)"
-    if len(values[name]) > 1:
-        cure = f"keep fewer columns (--where {name}={values[name][0]})"
-        if len(values) > 1:
-            rows = ",".join((*table.row_dimensions, name))
-            cure = f"make columns rows (--rows {rows}) or {cure}"
     return (
         f"table {table.spec.name!r} is about {excess:.0%} wider than the text of a page, set as "
-        f"small as it gets; {cure}"
+        f"small as it gets; {narrower(table)}"
     )
 
 

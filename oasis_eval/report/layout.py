@@ -10,7 +10,13 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from oasis_eval.report.grid import Cell, Label, Line, Table
-from oasis_eval.report.numbers import FLOOR, MARKS, format_change, format_value
+from oasis_eval.report.numbers import (
+    FLOOR,
+    MARKS,
+    format_change,
+    format_value,
+    format_with_error,
+)
 
 BEST = "*"
 """Stands before the best of a column where nothing can be bold."""
@@ -37,7 +43,7 @@ def cell_text(cell: Cell) -> str:
         return f"{text} ({format_change(cell.low)} to {format_change(cell.high)})"
     text = format_value(cell.value, cell.metric)
     if cell.spread is not None:
-        text = f"{text} ± {format_value(cell.spread, cell.metric)}"
+        text = format_with_error(cell.value, cell.spread, cell.metric)
     return f"{text} {FLOOR}" if cell.floor else text
 
 
@@ -85,6 +91,22 @@ def starts_group(table: Table, position: int) -> bool:
 def dimension_header(dimension: str) -> str:
     """Return the header over the row headers of a dimension."""
     return dimension.capitalize()
+
+
+def narrower(table: Table) -> str:
+    """Say what to do about a table with too many columns."""
+    values = {
+        name: list(dict.fromkeys(line.place[level] for line in table.columns))
+        for level, name in enumerate(table.column_dimensions)
+    }
+    name = max(values, key=lambda name: len(values[name]))
+    if len(values[name]) < 2:
+        return "give its models shorter labels ('label' of a card)"
+    fewer = f"keep fewer columns (--where {name}={values[name][0]})"
+    if len(values) < 2:
+        return fewer
+    rows = ",".join((*table.row_dimensions, name))
+    return f"make columns rows (--rows {rows}) or {fewer}"
 
 
 def plain(text: str) -> str:

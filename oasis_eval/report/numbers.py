@@ -25,6 +25,7 @@ FLOOR_ERRORS = 1.96
 
 _MAX_FIXED = 1000.0
 _MAX_INTEGER = 10000.0
+_MOST_DECIMALS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +180,26 @@ def format_value(value: float, metric: str) -> str:
     """Print a value (or an uncertainty) of `metric`."""
     style = metric_style(metric)
     return format_number(value * 100.0 if style.percent else value, style.decimals)
+
+
+def format_with_error(value: float, error: float, metric: str) -> str:
+    """Print a value and its uncertainty as `value ± error`, both with the same decimals.
+
+    There are more decimals than `format_value` has where the error's first digit is behind them:
+    `2.790 ± 0.004`. A value from 1000 on keeps its own form.
+    """
+    style = metric_style(metric)
+    scale = 100.0 if style.percent else 1.0
+    shown, spread = value * scale, error * scale
+    value_text, error_text = format_value(value, metric), format_value(error, metric)
+    decimals = style.decimals
+    if decimals is not None and math.isfinite(spread) and spread > 0.0:
+        needed = -math.floor(math.log10(spread))
+        if decimals < needed <= _MOST_DECIMALS and round(abs(shown), needed) < _MAX_FIXED:
+            value_text, error_text = (format_number(item, needed) for item in (shown, spread))
+        elif not error_text.strip("0."):
+            error_text = f"{spread:.0e}"
+    return f"{value_text} ± {error_text}"
 
 
 def format_change(percent: float) -> str:

@@ -7,7 +7,10 @@ put two protocols into one column, two schemes under one name, or two checkpoint
 from __future__ import annotations
 
 import fnmatch
+import functools
+import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
@@ -79,6 +82,7 @@ LONG_COLUMNS = tuple(item.name for item in fields(Observation) if item.name != "
 _OUTCOMES = frozenset({"value", "stderr", "count", "status", "reason", "warnings", "key"})
 _OF_NUMBERS = frozenset({"metric", "filter"})
 FILTER_COLUMNS = tuple(name for name in LONG_COLUMNS if name not in _OUTCOMES - {"status", "key"})
+_FIELDS_OF = operator.attrgetter(*FILTER_COLUMNS)
 _MAX_VALUES_LISTED = 12
 _MAX_VALUE_LENGTH = 60
 
@@ -90,10 +94,9 @@ def observe(records: Iterable[RunRecord]) -> list[Observation]:
         RecordError: A record is there twice with different results, or a stored perplexity is
             not that of its stored loss.
     """
-    hashes: dict[str, str] = {}
     found: list[Observation] = []
     for record in _distinct(records):
-        found.extend(_observations(record, _scheme_hash(record.spec.scheme, hashes)))
+        found.extend(_observations(record, _scheme_hash(record.spec.scheme)))
     return found
 
 
@@ -151,11 +154,12 @@ def field_texts(record: RunRecord) -> dict[str, list[str] | None]:
     Raises:
         RecordError: As `observe`.
     """
-    items = list(_observations(record, _scheme_hash(record.spec.scheme, {})))
+    items = list(_observations(record, _scheme_hash(record.spec.scheme)))
     without = any(item.metric is None for item in items)
+    columns = zip(*map(_FIELDS_OF, items), strict=True) if items else ((),) * len(FILTER_COLUMNS)
     return {
-        name: None if without and name in _OF_NUMBERS else sorted(values(items, name))
-        for name in FILTER_COLUMNS
+        name: None if without and name in _OF_NUMBERS else sorted(map(shown, set(column)))
+        for name, column in zip(FILTER_COLUMNS, columns, strict=True)
     }
 
 
@@ -214,12 +218,13 @@ def protocol_info(record: RunRecord, name: str) -> ProtocolInfo | None:
     return next((item for item in record.protocols if item.name == name), None)
 
 
-def _scheme_hash(scheme: QuantScheme, known: dict[str, str]) -> str:
-    text = scheme.model_dump_json(exclude={"name", "description"})
-    if text not in known:
-        value = scheme.model_dump(mode="json", exclude={"name", "description"})
-        known[text] = content_hash(value)
-    return known[text]
+def _scheme_hash(scheme: QuantScheme) -> str:
+    return _hash_of(scheme.model_dump_json(exclude={"name", "description"}))
+
+
+@functools.lru_cache(maxsize=1024)
+def _hash_of(text: str) -> str:
+    return content_hash(json.loads(text))
 
 
 def _distinct(records: Iterable[RunRecord]) -> list[RunRecord]:

@@ -21,6 +21,7 @@ from oasis_eval.report.layout import (
     header_spans,
     label_text,
     marks_text,
+    narrower,
     plain,
     row_headers,
     starts_group,
@@ -48,14 +49,9 @@ def render_terminal(table: Table, *, width: int | None) -> str:
         width: Columns of the terminal: a wider table continues below, with its row headers
             repeated. None: never split. Nothing is ever cut off.
     """
-    heads = _row_heads(table)
-    body = _body(table)
-    widths = _widths(table, body)
-    head_width = sum(map(_column_width, heads)) + _GAP * (len(heads) - 1)
+    layout = _layout(table)
     lines = [] if table.caption is None else [plain(table.caption), ""]
-    layout = _Layout(table, heads, body, widths)
-    beside = [line.kind == "change" for line in table.columns]
-    blocks = _blocks(widths, beside, None if width is None else width - head_width)
+    blocks = _fitting(layout, width)
     for number, (start, stop) in enumerate(blocks):
         lines += [""] if number else []
         lines += _block(layout, start, stop)
@@ -66,6 +62,27 @@ def render_terminal(table: Table, *, width: int | None) -> str:
         indent = "    " if note.startswith("[") else ""
         lines += textwrap.wrap(note, note_width, subsequent_indent=indent, break_long_words=False)
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def split_note(table: Table, width: int | None) -> str | None:
+    """Say in one line that a table is wider than the terminal, and what to do; None: it fits."""
+    number = len(_fitting(_layout(table), width))
+    if number < 2:
+        return None
+    return f"wider than the terminal, so it stands in {number} parts; {narrower(table)}"
+
+
+def _layout(table: Table) -> _Layout:
+    body = _body(table)
+    return _Layout(table, _row_heads(table), body, _widths(table, body))
+
+
+def _fitting(layout: _Layout, width: int | None) -> list[tuple[int, int]]:
+    """Split the columns into stretches that fit a terminal."""
+    beside = [line.kind == "change" for line in layout.table.columns]
+    heads = layout.heads
+    head_width = sum(map(_column_width, heads)) + _GAP * (len(heads) - 1)
+    return _blocks(layout.widths, beside, None if width is None else width - head_width)
 
 
 def _row_heads(table: Table) -> list[list[str]]:

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from oasis_eval.report.footnotes import letters
-from oasis_eval.report.numbers import format_change, format_number, format_value, is_floor
+from oasis_eval.report.numbers import (
+    format_change,
+    format_number,
+    format_value,
+    format_with_error,
+    is_floor,
+)
 from oasis_eval.report.order import natural_key
 
 
@@ -37,6 +43,29 @@ def test_perplexity(value: float, expected: str) -> None:
 def test_share_is_printed_in_percent() -> None:
     """A share of 0.1254 is 12.5 %."""
     assert format_value(0.1254, "pass@1") == "12.5"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "metric", "expected"),
+    [
+        (2.79, 0.31, "token_perplexity", "2.79 ± 0.31"),
+        (2.79, 0.01, "token_perplexity", "2.79 ± 0.01"),
+        (2.7904, 0.0041, "token_perplexity", "2.790 ± 0.004"),
+        (2.7904, 0.0096, "token_perplexity", "2.790 ± 0.010"),
+        (2.79, 0.00031, "token_perplexity", "2.7900 ± 0.0003"),
+        (2.79, 3e-12, "token_perplexity", "2.79 ± 3e-12"),
+        (2.79, 0.0, "token_perplexity", "2.79 ± 0.00"),
+        (2.79, math.inf, "token_perplexity", "2.79 ± inf"),
+        (math.nan, 0.001, "token_perplexity", "NaN ± 1e-03"),
+        (1234.5, 0.001, "token_perplexity", "1234 ± 1e-03"),
+        (0.5, 0.0004, "pass@1", "50.00 ± 0.04"),
+        (0.5, 0.04, "pass@1", "50.0 ± 4.0"),
+        (3.14159, 0.00012, "nll_nats", "3.142 ± 1.200e-4"),
+    ],
+)
+def test_an_error_shows_a_digit(value: float, error: float, metric: str, expected: str) -> None:
+    """An uncertainty is never printed as zero unless it is; the value gets as many decimals."""
+    assert expected == format_with_error(value, error, metric)
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,24 @@ def test_time_without_records_is_two_operations_a_parameter_and_token(
     seconds = [item.seconds for item in found if item is not None and item.seconds is not None]
     assert [item.source for item in found if item is not None] == ["parameters"] * 4
     assert seconds == pytest.approx(
-        [0.5 + 2 * NUM_PARAMETERS * tokens / 1e6 for tokens in (100, 100, 32, 32)]
+        [1.5 + 2 * NUM_PARAMETERS * tokens / 1e6 for tokens in (100, 100, 32, 32)]
     )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "diagnostics", "passes"),
+    [("fp32", False, 1.0), ("w8a8", False, 1.3), ("w8a8-static", False, 2.5), ("w8a8", True, 2.6)],
+)
+def test_what_a_scheme_and_diagnostics_cost_is_in_it(
+    grid: Grids, monkeypatch: pytest.MonkeyPatch, scheme: str, diagnostics: bool, passes: float
+) -> None:
+    """As so many plain passes."""
+    monkeypatch.setattr(estimate, "_speed", lambda device, dtype: 1e6)
+    ledger = ledger_of(grid(schemes=[scheme], tasks=["wikitext2"], diagnostics=diagnostics))
+    found = estimates(ledger, Plan(Path("runs")))[id(ledger.entries[0])]
+
+    assert found is not None
+    assert found.seconds == pytest.approx(1.5 + passes * 2 * NUM_PARAMETERS * 100 / 1e6)
 
 
 def test_records_of_the_checkpoint_come_first(grid: Grids) -> None:

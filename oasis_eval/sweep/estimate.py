@@ -36,7 +36,7 @@ _DECODING_COST = 4.0
 """A generated token against one of a prompt, for batches of one."""
 _CELL_SECONDS = 1.5
 """What a cell takes besides the model: its scheme, tokenizing, the harness, the record."""
-_QUANTIZED_COST, _FULL_GRAPH_COST, _DIAGNOSED_COST = 1.3, 2.5, 2.0
+_QUANTIZED_COST, _FULL_GRAPH_COST = 1.3, 2.5
 """A pass against one in floating point, measured on models of 1 to 270 million parameters."""
 _MATRIX, _REPEATS = 512, 5
 
@@ -147,10 +147,9 @@ class Estimator:
 
 def _cost(run: RunSpec) -> float:
     """Return how many plain passes a pass of this cell counts for."""
-    cost = 1.0
-    if run.scheme.execution == "fake":
-        cost = _FULL_GRAPH_COST if len(run.scheme.regions) > 1 else _QUANTIZED_COST
-    return cost * (_DIAGNOSED_COST if run.diagnostics else 1.0)
+    if run.scheme.execution != "fake":
+        return 1.0
+    return _FULL_GRAPH_COST if len(run.scheme.regions) > 1 else _QUANTIZED_COST
 
 
 def free_bytes(device: str) -> int | None:

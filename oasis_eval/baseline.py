@@ -141,20 +141,27 @@ class Baseline:
 
     def _reference(self, cell: Cell) -> list[dict[str, object]]:
         """Return the answers of the unquantized model, none where they are not on disk."""
-        dtype = cell.spec.fidelity
-        assert dtype is not None
-        update = {
-            "scheme": schemes.resolve(dtype),
-            "dtype": dtype,
-            "fidelity": None,
-            "diagnostics": False,
-        }
-        spec = cell.spec.model_copy(update=update)
-        other = replace(cell, spec=spec, calibration=None, calibration_file=None)
-        path = self._out / f"{other.key}.json"
+        key = answers_key(cell)
+        assert key is not None
+        path = self._out / f"{key}.json"
         if not path.exists() or read_record(path).status != "ok":
             return []
-        return read_samples(self._out, other.key)
+        return read_samples(self._out, key)
+
+
+def answers_key(cell: Cell) -> str | None:
+    """Return the key of the record whose answers a cell's are compared with; None: of no record."""
+    dtype = cell.spec.fidelity
+    if dtype is None or not _asks(cell):
+        return None
+    update = {
+        "scheme": schemes.resolve(dtype),
+        "dtype": dtype,
+        "fidelity": None,
+        "diagnostics": False,
+    }
+    spec = cell.spec.model_copy(update=update)
+    return replace(cell, spec=spec, calibration=None, calibration_file=None).key
 
 
 def _asks(cell: Cell) -> bool:

@@ -25,7 +25,7 @@ from oasis_eval.errors import (
     TimeLimitError,
 )
 from oasis_eval.limits import free_memory, is_out_of_memory, time_limit
-from oasis_eval.locks import CellLocks
+from oasis_eval.locks import CellLocks, Locks
 from oasis_eval.lookup import find_record, finished_record, keys_with_less
 from oasis_eval.measurement import Measurement, Samples
 from oasis_eval.record import RunRecord, write_record, write_samples
@@ -72,8 +72,16 @@ class Observer:
 class Runner:
     """Runs cells into a folder of records."""
 
-    def __init__(self, out: Path, rules: Rules, observer: Observer) -> None:
+    def __init__(
+        self, out: Path, rules: Rules, observer: Observer, locks: Locks | None = None
+    ) -> None:
         """Open the folder, which must be there.
+
+        Args:
+            out: The folder.
+            rules: How cells are run.
+            observer: Is told what happens.
+            locks: Who says which cells are free; None: the folder's own.
 
         Raises:
             OutputError: It cannot be written.
@@ -81,7 +89,7 @@ class Runner:
         self._out = out
         self._rules = rules
         self._observer = observer
-        self._locks = CellLocks(out)
+        self._locks = locks or CellLocks(out)
         self._keys: dict[int, str] = {}
 
     def __enter__(self) -> Runner:
@@ -104,7 +112,7 @@ class Runner:
         Raises:
             OutputError: A result cannot be written; what was written before stays.
         """
-        queue = _by_model(cells)
+        queue = by_model(cells)
         while True:
             held = [self._model(group) for group in queue]
             queue = [group for group in held if group]
@@ -146,6 +154,33 @@ class Runner:
             OutputError: It cannot be written.
         """
         self._store_alone(cell, cell.failed_record(error))
+
+    def reserve(self, cell: Cell) -> bool:
+        """Lock a cell that is to be measured elsewhere.
+
+        Returns:
+            Whether it is to be measured; False where another evaluation has it, and where it has a
+            record by now, of which the observer is told.
+        """
+        if not self._claim([cell]):
+            return False
+        if self._settle(cell):
+            self._release(cell)
+            return False
+        return True
+
+    def keep(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
+        """Store what was measured elsewhere of a cell that is reserved, and let go of it.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        self._store(cell, record, samples)
+        self._release(cell)
+
+    def let_go(self, cell: Cell) -> None:
+        """Let others have a cell that was reserved."""
+        self._release(cell)
 
     def _key(self, cell: Cell) -> str:
         if id(cell) not in self._keys:
@@ -342,7 +377,7 @@ class Runner:
                     (self._out / f"{key}{suffix}").unlink(missing_ok=True)
 
 
-def _by_model(cells: Sequence[Cell]) -> list[list[Cell]]:
+def by_model(cells: Sequence[Cell]) -> list[list[Cell]]:
     """Group what one load can serve."""
     groups: dict[tuple[ModelCard, str, int], list[Cell]] = {}
     for cell in cells:

@@ -12,12 +12,33 @@ import errno
 import fcntl
 import os
 from pathlib import Path
+from typing import Protocol
 
 from oasis_eval.errors import OutputError
 
 _NAME = ".lock"
 _OFFSET_DIGITS = 15
 """Hex digits of a key that make its offset: 60 bits, within any file's range."""
+
+
+class Locks(Protocol):
+    """Who says which cells are free to be measured."""
+
+    def claim(self, key: str) -> bool:
+        """Take a cell; False where another has it."""
+        ...
+
+    def take(self, key: str) -> None:
+        """Take a cell, once no other has it."""
+        ...
+
+    def release(self, key: str) -> None:
+        """Let others have the cell."""
+        ...
+
+    def close(self) -> None:
+        """Let others have every cell."""
+        ...
 
 
 class CellLocks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,11 +12,14 @@ from oasis_eval.cli import output
 
 if TYPE_CHECKING:
     from oasis_eval.spec import SweepSpec
+    from oasis_eval.sweep.cluster import Resources
     from oasis_eval.sweep.ledger import Ledger
     from oasis_eval.sweep.run import Plan
 
 DEFAULT_RECORDS = Path("results/runs")
 _MOST_REASONS = 20
+
+Executor = Literal["local", "ray"]
 
 
 def sweep(
@@ -35,6 +38,22 @@ def sweep(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Also run cells again whose record says failed.")
     ] = False,
+    executor: Annotated[
+        Executor, typer.Option(help="Where cells run: here, or on the nodes of a Ray cluster.")
+    ] = "local",
+    address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Of the Ray cluster, or auto; default: of this machine alone."
+        ),
+    ] = None,
+    cell_cpus: Annotated[
+        int | None, typer.Option(help="Cores of a cell on Ray, and its threads; default: 1.")
+    ] = None,
+    cell_gpus: Annotated[
+        float | None,
+        typer.Option(help="GPUs of a cell on Ray; default: 1 where the device is cuda, else 0."),
+    ] = None,
 ) -> None:
     """Run a grid of models, schemes, tasks and seeds, and go on with it after anything.
 
@@ -49,7 +68,13 @@ def sweep(
     from oasis_eval.sweep.run import sweep as run
 
     spec = read_grid(grid)
-    plan = Plan(out, jobs=jobs, retry_failed=retry_failed, cell_seconds=cell_timeout)
+    plan = Plan(
+        out,
+        jobs=jobs,
+        retry_failed=retry_failed,
+        cell_seconds=cell_timeout,
+        resources=_resources(executor, address, cell_cpus, cell_gpus),
+    )
     if dry_run:
         _show_plan(spec, plan)
         return
@@ -61,6 +86,21 @@ def sweep(
     _summarize(spec, ledger, out)
     if ledger.count("failed") or ledger.count("lost"):
         raise typer.Exit(1)
+
+
+def _resources(
+    executor: Executor, address: str | None, cpus: int | None, gpus: float | None
+) -> Resources | None:
+    from oasis_eval.errors import SpecError
+    from oasis_eval.sweep.cluster import Resources
+
+    if executor == "ray":
+        return Resources(address, cpus=1 if cpus is None else cpus, gpus=gpus)
+    given = {"--address": address, "--cell-cpus": cpus, "--cell-gpus": gpus}
+    for name, value in given.items():
+        if value is not None:
+            raise SpecError(f"{name} {value}: only with --executor ray")
+    return None
 
 
 def _summarize(spec: SweepSpec, ledger: Ledger, out: Path) -> None:

@@ -58,15 +58,43 @@ class Work(Spec):
     """Request whose model this worker begins with; it goes on with the others afterwards."""
 
 
+class Share(Spec):
+    """What a process on a node is told: cells of one checkpoint, each of which it asks for."""
+
+    cell_seconds: float | None
+    num_threads: int
+    requests: tuple[CellRequest, ...]
+    keys: tuple[str, ...]
+    """Of each cell's record, as the sweep has it."""
+
+
+class Answer(Spec):
+    """What a process on a node is told when it asks for a cell."""
+
+    granted: bool
+    files: dict[str, str]
+    """Name and text of what the cell may read of the folder of records."""
+
+
 class Event(Spec):
     """What a worker says, one line of JSON each."""
 
     kind: str
-    """`loading`, `preparing`, `started`, `finished` or `lost`."""
+    """`loading`, `preparing`, `started`, `finished` or `lost`.
+
+    On a node also `claim` (it asks for a cell), `refused` (it cannot do the sweep's cells), `done`
+    (with its share), and `ended`, which is said for a process that has.
+    """
     cells: tuple[int, ...]
     """Which requests."""
     key: str = ""
     """Of the record (`finished`)."""
     reused: bool = False
     reason: str = ""
-    """`lost`."""
+    """`lost`, `refused`, `ended`."""
+    record: str = ""
+    """Text of its file, where it is on another machine (`finished`)."""
+    samples: str = ""
+    """Text of the file beside it; none where there is no such file."""
+    status: int = 0
+    """Exit status (`ended`)."""

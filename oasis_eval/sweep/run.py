@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -10,7 +11,10 @@ from oasis_eval.errors import SpecError
 from oasis_eval.execution import Rules, Runner
 from oasis_eval.pipeline import check_folder
 from oasis_eval.spec import SweepSpec
+from oasis_eval.sweep import cluster
 from oasis_eval.sweep.board import Board
+from oasis_eval.sweep.cluster import Resources
+from oasis_eval.sweep.crew import Crew
 from oasis_eval.sweep.estimate import Estimate, Estimator
 from oasis_eval.sweep.grid import expand
 from oasis_eval.sweep.ledger import Entry, Ledger
@@ -29,6 +33,8 @@ class Plan:
     """Whether cells that failed in an earlier sweep are run again."""
     cell_seconds: float | None = None
     """Most seconds that a cell may take."""
+    resources: Resources | None = None
+    """Of a cell on a cluster of Ray; None: this machine alone, without Ray."""
 
 
 def sweep(grid: SweepSpec, plan: Plan, stream: TextIO) -> Ledger:
@@ -45,23 +51,34 @@ def sweep(grid: SweepSpec, plan: Plan, stream: TextIO) -> Ledger:
     """
     _check(plan)
     ledger = Ledger(expand(grid))
+    resources = _resources(plan, ledger)
+    if resources is not None:
+        cluster.require()
     check_folder(plan.out)
     ledger.identify()
     ledger.look_up(plan.out, retry_failed=plan.retry_failed)
     estimates(ledger, plan)
     rules = Rules(retry_failed=False, cell_seconds=plan.cell_seconds, quiet=True)
-    with (
-        Board(ledger, stream, processes=plan.jobs or 1) as board,
-        Runner(plan.out, rules, board) as runner,
-    ):
+    with ExitStack() as stack:
+        nodes, processes = None, plan.jobs or 1
+        if resources is not None and ledger.open:
+            nodes = stack.enter_context(cluster.session(resources))
+            processes = max(1, sum(nodes.room().values()))
+        board = stack.enter_context(Board(ledger, stream, processes=processes))
+        runner = stack.enter_context(Runner(plan.out, rules, board))
+        crew = None
+        if nodes is not None:
+            crew = stack.enter_context(Crew(ledger, board, runner, plan.out, nodes))
         runner.remove_leftovers()
         if plan.retry_failed:
             for entry in ledger.open:
                 runner.forget_failure(entry.cell)
-        if plan.jobs is not None:
+        if crew is not None or plan.jobs is not None:
             runner.run([entry.cell for entry in ledger.open if not entry.cell.can_run])
         for _ in range(2):
-            if plan.jobs is None:
+            if crew is not None:
+                crew.run(plan.cell_seconds)
+            elif plan.jobs is None:
                 runner.run([entry.cell for entry in ledger.open])
             else:
                 Team(ledger, board, runner, plan.out, plan.jobs, plan.cell_seconds).run()
@@ -80,6 +97,7 @@ def dry_run(grid: SweepSpec, plan: Plan) -> tuple[Ledger, dict[int, Estimate | N
     """
     _check(plan)
     ledger = Ledger(expand(grid))
+    _resources(plan, ledger)
     ledger.identify()
     ledger.look_up(plan.out, retry_failed=plan.retry_failed)
     for entry in ledger.open:
@@ -102,8 +120,18 @@ def estimates(ledger: Ledger, plan: Plan) -> dict[int, Estimate | None]:
     return found
 
 
+def _resources(plan: Plan, ledger: Ledger) -> Resources | None:
+    cells = [entry.cell for entry in ledger.entries]
+    return None if plan.resources is None else plan.resources.fitting(cells)
+
+
 def _check(plan: Plan) -> None:
     if plan.jobs is not None and plan.jobs < 1:
         raise SpecError(f"--jobs {plan.jobs}: expected 1 or more")
+    if plan.jobs is not None and plan.resources is not None:
+        raise SpecError(
+            "--jobs is of the processes of this machine; a cluster runs as many cells as it has "
+            "room for: see --cell-cpus"
+        )
     if plan.cell_seconds is not None and not plan.cell_seconds > 0:
         raise SpecError(f"--cell-timeout {plan.cell_seconds:g}: expected seconds above 0")

@@ -14,29 +14,23 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from oasis_eval.cells import Cell
-from oasis_eval.errors import OasisError, OutputError, RecordError, TimeLimitError
+from oasis_eval.errors import OutputError, RecordError
 from oasis_eval.execution import Observer, Runner
 from oasis_eval.record import read_record
+from oasis_eval.sweep.deaths import MOST_DEATHS, Deaths, WorkerError
 from oasis_eval.sweep.estimate import num_cores
+from oasis_eval.sweep.lastwords import last_words
 from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.request import CellRequest, Event, Work
 from oasis_eval.sweep.worker import OUTPUT_STATUS
 
-_GRACE_SECONDS = 30.0
-"""After its time limit a cell that is stuck inside one operation is killed with its process."""
-_MOST_DEATHS = 2
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-
-class WorkerError(OasisError):
-    """A process that ran cells ended before its time."""
 
 
 @dataclass(slots=True)
@@ -52,12 +46,7 @@ class _Worker:
 
     def last_words(self) -> str:
         """Return the last line that the process wrote, and how it ended."""
-        self.errors.seek(0)
-        lines = [line.strip() for line in self.errors if line.strip()]
-        status = self.process.returncode
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        hint = "; not enough memory is the usual cause" if status == -9 else ""
-        return f"its process ended with {how}{hint}" + (f": {lines[-1][:200]}" if lines else "")
+        return last_words(self.process.returncode, self.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +68,25 @@ class Team:
             OutputError: A result cannot be written.
             WorkerError: Processes die without running anything.
         """
-        deaths: Counter[int] = Counter()
+        deaths = Deaths(self.ledger, self.runner, self.cell_seconds)
         idle = 0
         while self.ledger.open:
             before = len(self.ledger.open)
-            dead = self._round([entry.cell for entry in self.ledger.open])
+            dead = self._round([entry.cell for entry in self.ledger.open], deaths)
             for worker in dead:
-                self._bury(worker, deaths)
+                deaths.bury(worker, worker.last_words())
             if len(self.ledger.open) < before:
                 idle = 0
                 continue
             if dead:
                 idle += 1
-                if idle > _MOST_DEATHS * self.jobs:
+                if idle > MOST_DEATHS * self.jobs:
                     raise WorkerError(f"no cell can be run: {dead[0].last_words()}")
             else:  # what is left is in the hands of other sweeps
                 self.runner.wait(self.ledger.open[0].cell)
             self.ledger.look_up(self.out, retry_failed=False)
 
-    def _round(self, cells: Sequence[Cell]) -> list[_Worker]:
+    def _round(self, cells: Sequence[Cell], deaths: Deaths) -> list[_Worker]:
         """Let processes run what they can of `cells`; return those that died."""
         requests = tuple(CellRequest.of(cell) for cell in cells)
         events: queue.Queue[tuple[_Worker, str | None]] = queue.Queue()
@@ -114,7 +103,7 @@ class Team:
                     try:
                         worker, line = events.get(timeout=1.0)
                     except queue.Empty:
-                        self._stop_overdue(workers)
+                        _stop_overdue(workers, deaths)
                         continue
                     if line is None:
                         num_running -= 1
@@ -186,35 +175,12 @@ class Team:
             return
         self.observer.finished(cell, record, reused=event.reused)
 
-    def _stop_overdue(self, workers: Sequence[_Worker]) -> None:
-        if self.cell_seconds is None:
-            return
-        for worker in workers:
-            is_busy = worker.cell is not None and not worker.is_loading
-            if is_busy and time.monotonic() - worker.since > self.cell_seconds + _GRACE_SECONDS:
-                worker.is_overdue = True
-                worker.process.kill()
 
-    def _bury(self, worker: _Worker, deaths: Counter[int]) -> None:
-        """See to the cell that a process died with."""
-        cell = worker.cell
-        if cell is None or not self.ledger.entry(cell).is_open:
-            return
-        self.ledger.entry(cell).state = "open"
-        deaths[id(cell)] += 1
-        if worker.is_overdue:
-            limit = f"the time limit of {self.cell_seconds:g} s for a cell was reached"
-            self.runner.fail(cell, TimeLimitError(limit))
-        elif deaths[id(cell)] >= _MOST_DEATHS:
-            what = "twice" if _MOST_DEATHS == 2 else f"{_MOST_DEATHS} times"
-            error = WorkerError(f"{worker.last_words()} ({what} in a row)")
-            alike = [
-                entry.cell
-                for entry in self.ledger.open
-                if entry.cell is cell or (worker.is_loading and entry.cell.card == cell.card)
-            ]
-            for item in alike:
-                self.runner.fail(item, error)
+def _stop_overdue(workers: Sequence[_Worker], deaths: Deaths) -> None:
+    for worker in workers:
+        if deaths.is_overdue(worker):
+            worker.is_overdue = True
+            worker.process.kill()
 
 
 def _firsts(cells: Sequence[Cell], jobs: int) -> list[int]:

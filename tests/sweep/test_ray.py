@@ -1,0 +1,151 @@
+"""Sweeps on three emulated nodes: nodes and processes that die, and the records of one process."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oasis_eval.record import read_records, read_samples
+from oasis_eval.spec import SweepSpec
+from oasis_eval.sweep.cluster import Resources
+from oasis_eval.sweep.ledger import Ledger
+from oasis_eval.sweep.run import Plan, sweep
+from tests.sweep.conftest import Grids
+
+pytestmark = [
+    pytest.mark.slow,  # a cluster needs half a minute to start, a process on it ten seconds
+    pytest.mark.timeout(600),
+]
+
+_HOOK = """
+import json, os, signal, sys, time
+from pathlib import Path
+
+CONTROL = Path({control!r})
+if "oasis_eval.sweep.remote" in sys.orig_argv:
+    from oasis_eval.harness import run
+    original = run.evaluate
+    host = os.getppid()
+    raylet = Path(f"/proc/{{host}}/stat").read_text().rpartition(")")[2].split()[1]
+
+    def evaluate(prepared, task, data, **options):
+        marker = CONTROL / f"{{raylet}}.{{host}}.{{os.getpid()}}"
+        marker.write_text(prepared.scheme.name)
+        control = json.loads((CONTROL / "control.json").read_text())
+        if [prepared.scheme.name, task.name] == control.get("kill"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(control.get("sleep", 0.0))
+        try:
+            return original(prepared, task, data, **options)
+        finally:
+            marker.unlink()
+
+    run.evaluate = evaluate
+"""
+"""Marks the cell that a process is at, and lets the test slow processes down or kill them."""
+
+
+class Nodes:
+    """An emulated cluster and what its processes are at."""
+
+    def __init__(self, control: Path) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.control = control
+        head = {"num_cpus": 1, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.others = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
+
+    def set(self, **control: object) -> None:
+        (self.control / "control.json").write_text(json.dumps(control))
+
+    def at_work(self, node: Any) -> list[Path]:
+        """Marks of the cells that a node's processes are at."""
+        raylet = node.all_processes["raylet"][0].process.pid
+        return list(self.control.glob(f"{raylet}.*"))
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Three nodes of one core."""
+    pytest.importorskip("ray", reason="the cluster needs Ray")
+    control = tmp_path_factory.mktemp("control")
+    (control / "sitecustomize.py").write_text(_HOOK.format(control=str(control)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(control))
+        logging.getLogger("ray").setLevel(logging.ERROR)
+        nodes = Nodes(control)
+        yield nodes
+        nodes.cluster.shutdown()
+
+
+def run(grid: SweepSpec, out: str, address: str) -> tuple[Ledger, str]:
+    stream = io.StringIO()
+    plan = Plan(Path(out), resources=Resources(address))
+    return sweep(grid, plan, stream), stream.getvalue()
+
+
+def content(folder: str) -> dict[str, tuple[str, list[dict[str, object]]]]:
+    """Records but for who measured them when, and what lies beside them."""
+    return {
+        record.key: (
+            record.model_copy(update={"provenance": None}).model_dump_json(),
+            read_samples(Path(folder), record.key),
+        )
+        for record in read_records([Path(folder)])
+    }
+
+
+def test_a_cell_that_kills_its_process_fails_and_the_others_go_on(
+    grid: Grids, nodes: Nodes
+) -> None:
+    """It is tried twice; its record says how the process ended."""
+    nodes.set(kill=["w8a8", "wikitext2"])
+
+    ledger, _ = run(grid(), "runs", nodes.cluster.address)
+
+    assert [entry.state for entry in ledger.entries] == ["ok", "ok", "failed", "ok"]
+    reason = str(ledger.entries[2].reason)
+    assert "signal 9" in reason
+    assert "twice" in reason
+
+
+def test_a_node_dies_in_the_middle_and_the_records_are_those_of_one_process(
+    grid: Grids, nodes: Nodes
+) -> None:
+    """The cell that was begun there is done elsewhere."""
+    whole = grid(models=["./s0", "./s1"], schemes=["fp32", "w8a8", "w4a4", "w8a8-g16"])
+    sweep(whole, Plan(Path("alone")), io.StringIO())
+    nodes.set(sleep=1.0)
+    killed: list[list[Path]] = []
+
+    def kill() -> None:
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            for node in nodes.others:
+                marks = nodes.at_work(node)
+                if marks and list(Path("runs").glob("*.json")):
+                    nodes.cluster.remove_node(node, allow_graceful=False)
+                    killed.append([mark for mark in marks if mark.exists()])
+                    return
+            time.sleep(0.02)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    ledger, shown = run(whole, "runs", nodes.cluster.address)
+    thread.join()
+
+    assert [entry.state for entry in ledger.entries] == ["ok"] * 16
+    assert len(killed) == 1
+    assert len(killed[0]) == 1  # a cell was begun there and never ended
+    assert content("runs") == content("alone")
+    assert shown.count(": ok") == 16

@@ -106,6 +106,36 @@ def test_mean_over_seeds_is_of_perplexities(selection: Selection) -> None:
     assert infinite.percent is None
 
 
+def test_over_seeds_the_interval_is_that_of_their_differences() -> None:
+    """Student's t on three differences, by hand: mean 0.4, deviation 0.1, 4.303 at 2 degrees."""
+    plain, changed = (10.0, 12.0, 14.0), (10.3, 12.4, 14.5)
+    records = [
+        record("many", scheme, metrics={"token_perplexity": value}, seed=seed)
+        for scheme, values in (("fp32", plain), ("w8a8", changed))
+        for seed, value in enumerate(values)
+    ]
+    (line,) = lines(select(records, where={}))
+    (effect,) = line.effects
+    reach = 4.302652729911275 * 0.1 / math.sqrt(3)
+
+    assert effect.percent == pytest.approx(100.0 * 0.4 / 12.0)
+    assert effect.low == pytest.approx(100.0 * (0.4 - reach) / 12.0)
+    assert effect.high == pytest.approx(100.0 * (0.4 + reach) / 12.0)
+    assert effect.is_measurable
+
+
+def test_seeds_that_differ_give_no_interval() -> None:
+    """Seed 1 under one scheme and seed 2 under another are no pair."""
+    records = [
+        record("many", scheme, metrics={"token_perplexity": 10.0 + seed}, seed=seed)
+        for scheme, seeds in (("fp32", (0, 1)), ("w8a8", (0, 2)))
+        for seed in seeds
+    ]
+    (line,) = lines(select(records, where={}))
+
+    assert line.effects[0].low is None
+
+
 def test_intervals_are_those_of_compare(folder: Path, selection: Selection) -> None:
     """The report and `oasis-eval compare` say the same about the same two runs."""
     found = compare(

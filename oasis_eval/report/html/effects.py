@@ -1,7 +1,8 @@
 """What each scheme does to each number of a model, against the scheme that quantizes nothing.
 
 Values are means over seeds, as in tables. Intervals and flips come from the paired samples beside
-the records, by the methods of `compare`, where both sides have one run with samples.
+the records, by the methods of `compare`, where both sides have one run with samples; where both
+have several seeds, intervals are of the mean of the seeds' differences.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from oasis_eval.report.html.selection import Selection
 from oasis_eval.report.observations import Observation
 from oasis_eval.report.order import ranks
 from oasis_eval.report.pairs import Cell, Pair
+from oasis_eval.statistics import Interval, mean_over_seeds
 
 ANSWERS = "pass@1"
 
@@ -166,6 +168,10 @@ def _effect(result: Result, reference: Result | None, metric: str, selection: Se
         low, high = found.interval.low * 100.0, found.interval.high * 100.0
     elif found is not None and not is_answer and found.change is not None:
         low, high = found.change.low, found.change.high
+    seeds = _over_seeds(reference, result) if both_finite else None
+    if seeds is not None and (is_answer or percent is not None):
+        scale = 100.0 if is_answer else 100.0 / reference.value
+        low, high = seeds.low * scale, seeds.high * scale
     return Effect(
         result,
         percent=percent,
@@ -175,6 +181,16 @@ def _effect(result: Result, reference: Result | None, metric: str, selection: Se
         lost=found.only_first if found else None,
         gained=found.only_second if found else None,
     )
+
+
+def _over_seeds(reference: Result, result: Result) -> Interval | None:
+    """Return the interval of the mean difference; None where the seeds are not the same several."""
+    before = {item.seed: item.value for item in reference.numbers}
+    after = {item.seed: item.value for item in result.numbers}
+    if before.keys() != after.keys() or len(before) < 2:
+        return None
+    pairs = [(before[seed], after[seed]) for seed in before]
+    return mean_over_seeds([new - old for old, new in pairs if old is not None and new is not None])
 
 
 def _difference(

@@ -48,7 +48,8 @@ _LEGEND = (
     f"Cost in perplexity: small up to {SMALL_PERCENT:g} %, severe from {SEVERE_PERCENT:g} %, "
     "broken when it is infinite or not a number. Cost in answers: small up to "
     f"{SMALL_POINTS:g} point, severe when half of the right ones or more are lost. Not measurable: "
-    "the paired 95 % interval holds zero. Without samples beside the records there is no interval."
+    "the paired 95 % interval holds zero; over several seeds that is the interval of the mean of "
+    "their differences. A single run without samples beside its record has none."
 )
 
 

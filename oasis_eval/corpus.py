@@ -27,6 +27,8 @@ Generated = mixture.Name | Literal["passkey"]
 
 _HEADING = re.compile(r"^ = (?:[^=\n]|[^=\n].*[^=\n]) = \r?\n?$")
 _HELD_OUT_PER_MILLE = 1
+_NO_TEXT = frozenset({".yaml", ".yml", ".toml", ".csv", ".tsv", ".safetensors", ".gguf"})
+"""Files that are text at best by mistake; another suffix, or none, may be one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,14 +215,15 @@ def _corpus(
     name: str, origin: str, split: str | None, layout: Layout, rows: Iterable[Row]
 ) -> Corpus:
     kept = tuple(rows)
+    place = origin if Path(origin).name == name else f"{name}: {origin}"
     if not any(value.strip() for row in kept for value in row.values()):
-        raise DataError(f"{name}: {origin} holds no text ({len(kept)} rows)")
+        raise DataError(f"{place} holds no text ({len(kept)} rows)")
     digest = hashlib.sha256()
     for number, row in enumerate(kept, start=1):
         try:
             digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode())
         except UnicodeEncodeError as error:
-            raise DataError(f"{name}: {origin} row {number} is not text: {error.reason}") from error
+            raise DataError(f"{place} row {number} is not text: {error.reason}") from error
         digest.update(b"\n")
     return Corpus(
         name=name,
@@ -262,8 +265,13 @@ def head_tokens(tokenizer: Tokenizer) -> list[int]:
 
 def _load_file(name: str, path: Path, hub: HubData, split: str | None) -> Corpus:
     if not path.is_file():
-        raise DataError(f"{name}: {path} is no file; expected a text, jsonl or parquet file")
+        raise DataError(f"{_at(name, path)} is no file; expected a text, jsonl or parquet file")
     suffix = path.suffix.lower()
+    if suffix in _NO_TEXT:
+        raise DataError(
+            f"{_at(name, path)} is no text to read; expected .txt, .raw, .md or another plain "
+            "text, .jsonl or .parquet"
+        )
     try:
         if suffix in (".jsonl", ".json"):
             rows = list(_json_rows(name, path, hub.columns))
@@ -272,11 +280,13 @@ def _load_file(name: str, path: Path, hub: HubData, split: str | None) -> Corpus
         elif hub.columns == ("text",):
             return _corpus(name, str(path), split, *_text_rows(path))
         else:
-            raise DataError(f"{name}: {path} must be jsonl or parquet with {_names(hub.columns)}")
+            raise DataError(
+                f"{_at(name, path)} must be jsonl or parquet with {_names(hub.columns)}"
+            )
     except UnicodeDecodeError as error:
-        raise DataError(f"{name}: {path} is not UTF-8 text ({error.reason})") from error
+        raise DataError(f"{_at(name, path)} is not UTF-8 text ({error.reason})") from error
     except OSError as error:
-        raise DataError(f"{name}: {path} cannot be read ({error.strerror})") from error
+        raise DataError(f"{_at(name, path)} cannot be read ({error.strerror})") from error
     if hub.layout == "wikitext":
         # Rows that are no WikiText lines are documents of their own.
         is_wikitext = any(_HEADING.match(row["text"]) for row in rows)
@@ -284,6 +294,11 @@ def _load_file(name: str, path: Path, hub: HubData, split: str | None) -> Corpus
             return _corpus(name, str(path), split, "documents", rows)
         rows = _as_published(rows)
     return _corpus(name, str(path), split, hub.layout, rows)
+
+
+def _at(name: str, path: Path, where: str = "") -> str:
+    """Return what messages call a place in a file: the text's name, if that is not the file's."""
+    return f"{path}{where}" if name == path.name else f"{name}: {path}{where}"
 
 
 def _text_rows(path: Path) -> tuple[Layout, list[Row]]:
@@ -314,8 +329,8 @@ def _json_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]
             try:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{name}: {path}:{number} is not JSON") from error
-            yield _row(name, f"{path}:{number}", row, columns)
+                raise DataError(f"{_at(name, path, f':{number}')} is not JSON") from error
+            yield _row(_at(name, path, f":{number}"), row, columns)
 
 
 def _parquet_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
@@ -327,19 +342,19 @@ def _parquet_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[R
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.strerror is not None:
             raise  # the file, not what is in it
-        raise DataError(f"{name}: {path} is not a parquet file") from error
+        raise DataError(f"{_at(name, path)} is not a parquet file") from error
     for number, row in enumerate(table.to_pylist()):
-        yield _row(name, f"{path} row {number}", row, columns)
+        yield _row(_at(name, path, f" row {number}"), row, columns)
 
 
-def _row(name: str, where: str, row: object, columns: tuple[str, ...]) -> Row:
+def _row(where: str, row: object, columns: tuple[str, ...]) -> Row:
     if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in columns):
         found = (
             {key: type(value).__name__ for key, value in sorted(row.items())}
             if isinstance(row, dict)
             else type(row).__name__
         )
-        raise DataError(f"{name}: {where} must have text columns {_names(columns)}; found {found}")
+        raise DataError(f"{where} must have text columns {_names(columns)}; found {found}")
     return {key: row[key] for key in columns}
 
 
@@ -369,7 +384,7 @@ def _load_hub(name: str, hub: HubData, split: str) -> Corpus:
 
     try:
         data = datasets.load_dataset(hub.repo, hub.config, split=split, revision=hub.revision)
-        rows = [_row(name, hub.repo, dict(row), hub.columns) for row in data]
+        rows = [_row(f"{name}: {hub.repo}", dict(row), hub.columns) for row in data]
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, TypeError) as error:

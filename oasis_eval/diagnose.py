@@ -54,9 +54,11 @@ def diagnose(plan: Plan) -> list[str]:
     with prepare(reference, scheme, dtype=dtype, last=comparison is None) as prepared:
         found = measure(prepared, windows, batch_size=plan.batch_size)
         compared = [] if comparison is None else ["", *comparison.lines(prepared)]
+    how = dict.fromkeys((scheme.name, prepared.dtype))  # one word where the scheme is the dtype
+    number = f"{len(windows)} window{'' if len(windows) == 1 else 's'}"
     return [
-        f"{card.label}, {scheme.name}, {prepared.dtype}: {len(windows)} windows of {window} tokens "
-        f"of {text.name}" + (f", {len(head)} of them special" if head else ""),
+        f"{card.label}, {', '.join(how)}: {number} of {window} tokens of {text.name}"
+        + (f", {len(head)} of them special" if head else ""),
         "",
         *verdict(found),
         *compared,

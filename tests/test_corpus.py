@@ -195,6 +195,30 @@ def test_a_bad_file_is_one_line(tmp_path: Path, name: str, content: bytes, messa
     assert "\n" not in text
 
 
+@pytest.mark.parametrize("name", ["grid.yaml", "GRID.YML", "table.csv", "model.safetensors"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, name: str) -> None:
+    """Settings and tables are no text to score, though they could be read as one."""
+    path = tmp_path / name
+    path.write_text("models: [a, b]\n")
+
+    with pytest.raises(DataError, match=r"is no text to read; expected \.txt, \.raw, \.md"):
+        corpus.load("mini_ppl", data=str(path))
+
+
+def test_a_file_without_a_set_is_named_once(tmp_path: Path) -> None:
+    """The file's name is not its prefix, too."""
+    path = tmp_path / "gone.txt"
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError) as gone:
+        corpus.load_text_file(path)
+    with pytest.raises(DataError) as blank:
+        corpus.load_text_file(empty)
+
+    assert str(gone.value) == f"{path} is no file; expected a text, jsonl or parquet file"
+    assert str(blank.value) == f"{empty} holds no text (0 rows)"
+
+
 def test_gsm8k_from_a_text_file_is_refused(tmp_path: Path) -> None:
     """Questions have two columns, which a text file has not."""
     path = tmp_path / "a.txt"

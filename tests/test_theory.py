@@ -155,6 +155,17 @@ def test_the_command_prints_and_writes_the_numbers(
     assert math.isnan(by_place[place])
 
 
+def test_a_folder_that_cannot_be_written_is_said_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error comes alone, not below two tables."""
+    (tmp_path / "file").write_text("")
+    done = CommandLine(monkeypatch, capsys)(["theory", "--out", tmp_path / "file" / "folder"])
+
+    assert (done.status, done.out) == (2, "")
+    assert "cannot be written" in done.err
+
+
 def test_the_page_is_right() -> None:
     """Its Python runs."""
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)

@@ -49,10 +49,22 @@ def tasks() -> None:
     print("\nAnother window or shot count is another name: gptq-1024, gsm8k-0shot.")  # noqa: T201
 
 
-def schemes() -> None:
-    """List the quantization schemes, what runs them, and what cannot run here and why."""
+def schemes(
+    show: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Print this scheme as YAML, to be changed and named."),
+    ] = None,
+) -> None:
+    """List the quantization schemes, what runs them, and what cannot run here and why.
+
+    Example: oasis-eval schemes --show w4a4 > mine.yaml
+    """
     from oasis_eval.quant.names import GRAMMAR
-    from oasis_eval.quant.schemes import presets
+    from oasis_eval.quant.schemes import presets, resolve, to_yaml
+
+    if show is not None:
+        print(to_yaml(resolve(show)), end="")  # noqa: T201 - the command's output
+        return
     from oasis_eval.quant.support import unsupported
 
     rows, refused = [], []

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from oasis_eval.report.figures.style import Drawing
+    from oasis_eval.theory import NoOpOfBranches, NoOpOfTokens
 
 TOKENS = (4, 16, 64, 256, 1024, 4096)
 TOKEN_EPSILONS = (0.1, 0.01, 0.001)
@@ -137,6 +138,8 @@ def theory(
 
     tokens = list(costs.token_grid(TOKENS, TOKEN_EPSILONS))
     branches = list(costs.branch_grid((NUM_BRANCHES,), SMALLEST_NORMS, BRANCH_EPSILONS))
+    # Written first: a folder that cannot be written to is an error and nothing else.
+    written = [] if out is None else _write_theory(out, format, tokens, branches)
     print("A head over n tokens that outputs epsilon (others' norm 1, the sink's 0); nats")  # noqa: T201
     output.print_rows(
         ("n", "epsilon", "softmax gap", "sink mass", "softmax1 margin", "largest mass"),
@@ -166,17 +169,24 @@ def theory(
             for item in branches
         ],
     )
-    if out is None:
-        return
+    for path in written:
+        print(path)  # noqa: T201 - the command's output
+
+
+def _write_theory(
+    out: Path, formats: str, tokens: Sequence[NoOpOfTokens], branches: Sequence[NoOpOfBranches]
+) -> list[Path]:
+    """Write theory.csv and the figure, and return their paths."""
+    from oasis_eval import theory as costs
     from oasis_eval.record import write_text_atomically
-    from oasis_eval.report.figures.style import settings
+    from oasis_eval.report.figures.style import formats_named, save, settings
     from oasis_eval.report.figures.theory import theory as draw_theory
 
+    kinds = formats_named(options.names(formats, "--format"))
     path = out / "theory.csv"
     write_text_atomically(path, costs.to_csv(tokens, branches))
-    print(path)  # noqa: T201 - the command's output
     with settings():
-        _save([draw_theory(tokens, branches)], out, format)
+        return [path, *save(draw_theory(tokens, branches), out, kinds)]
 
 
 def _save(drawings: Sequence[Drawing], out: Path, formats: str) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oasis_eval.cli import options, output
-from oasis_eval.errors import SpecError
 
 if TYPE_CHECKING:
     from oasis_eval.record import RunRecord
@@ -89,6 +88,12 @@ def evaluate(
     from oasis_eval.parsing import parse
     from oasis_eval.spec import EvaluationSpec
 
+    options.at_least(
+        ("--window", window, 2),
+        ("--limit", limit, 1),
+        ("--batch-size", batch_size, 1),
+        ("--max-new-tokens", max_new_tokens, 1),
+    )
     spec = parse(
         EvaluationSpec,
         {
@@ -199,13 +204,9 @@ def diagnose(
     from oasis_eval.diagnose import Plan
     from oasis_eval.diagnose import diagnose as look
 
-    for name, value, least in (
-        ("--window", window, 2),
-        ("--limit", limit, 1),
-        ("--batch-size", batch_size, 1),
-    ):
-        if value is not None and value < least:
-            raise SpecError(f"{name} {value}: expected {least} or more")
+    options.at_least(
+        ("--window", window, 2), ("--limit", limit, 1), ("--batch-size", batch_size, 1)
+    )
     plan = Plan(
         model=model,
         scheme=scheme,

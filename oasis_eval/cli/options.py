@@ -18,6 +18,13 @@ def names(text: str, option: str) -> tuple[str, ...]:
     return names
 
 
+def at_least(*numbers: tuple[str, int | None, int]) -> None:
+    """Refuse the first number that is below its least value: option, number, least value."""
+    for name, value, least in numbers:
+        if value is not None and value < least:
+            raise SpecError(f"{name} {value}: expected {least} or more")
+
+
 def dtype_named(name: str | None) -> Dtype | None:
     """Return the dtype of that name."""
     from oasis_eval.spec import Dtype

@@ -51,7 +51,9 @@ def say_of_cells(messages: Iterable[tuple[RunRecord, str, str]]) -> None:
         if record.spec.scheme.name not in schemes:
             schemes.append(record.spec.scheme.name)
     for (kind, model, task, text), schemes in concerned.items():
-        say(f"{kind}: {model} {', '.join(schemes)} on {task}: {text}")
+        # A message about the task's own text begins with its name.
+        what = text.removeprefix(f"{task}: ")
+        say(f"{kind}: {model} {', '.join(schemes)} on {task}: {what}")
 
 
 def print_rows(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

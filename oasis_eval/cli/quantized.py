@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from oasis_eval.cli import options
-from oasis_eval.errors import SpecError
 
 
 def quantize(
@@ -86,9 +85,7 @@ def parity(
     from oasis_eval.parity import Plan, compare, table
     from oasis_eval.quant import schemes
 
-    for name, value, least in (("--window", window, 2), ("--limit", limit, 1)):
-        if value is not None and value < least:
-            raise SpecError(f"{name} {value}: expected {least} or more")
+    options.at_least(("--window", window, 2), ("--limit", limit, 1))
     plan = Plan(
         schemes=tuple(schemes.resolve(name) for name in options.names(scheme, "--scheme")),
         text=text,

@@ -69,9 +69,7 @@ def sensitivity(
 
     if by not in get_args(By):
         raise SpecError(f"--by {by!r}: expected one of {', '.join(get_args(By))}")
-    for name, value, least in (("--window", window, 2), ("--limit", limit, 1)):
-        if value is not None and value < least:
-            raise SpecError(f"{name} {value}: expected {least} or more")
+    options.at_least(("--window", window, 2), ("--limit", limit, 1))
     plan = Plan(
         model=model,
         scheme=scheme,

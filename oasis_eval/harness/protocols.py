@@ -23,6 +23,7 @@ _NAME = re.compile(
 )
 _PASSKEY = re.compile(r"^passkey-(\d+)$")
 _GSM8K = re.compile(r"^gsm8k-(\d+)shot$")
+_ENDS_IN_NUMBER = re.compile(r"^(.*?)[-_ ]?(\d+(?:shot)?)$")
 VERSIONS: dict[Kind, int] = {
     "gptq": 1,
     "rolling-word": 1,
@@ -161,6 +162,9 @@ def parse_protocol(name: str) -> Protocol:
         return Protocol(name=name, kind="passkey", window=int(match[1]))
     match = _NAME.match(name)
     if match is None:
+        meant = _ENDS_IN_NUMBER.sub(r"\1-\2", name.lower())
+        if meant != name and any(form.match(meant) for form in (_NAME, _PASSKEY, _GSM8K)):
+            raise UnknownNameError("protocol", name, [meant])
         raise UnknownNameError("protocol", name, [*DEFAULTS, "gsm8k-5shot", "passkey-1024"])
     kind: Any = match[1] or match[3]
     size = match[2] or match[4]

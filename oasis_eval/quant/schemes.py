@@ -81,6 +81,16 @@ def resolve(name_or_path: str) -> QuantScheme:
     return _described(scheme)
 
 
+def to_yaml(scheme: QuantScheme) -> str:
+    """Return a scheme as the text of a YAML file that `resolve` reads as the same scheme."""
+    import yaml
+
+    fields = scheme.model_dump(mode="json", exclude_none=True, exclude={"description"})
+    return "# A scheme with settings of its own needs a name of its own, too.\n" + yaml.safe_dump(
+        fields, sort_keys=False, default_flow_style=False, allow_unicode=True
+    )
+
+
 def presets() -> Mapping[str, QuantScheme]:
     """Return the schemes that `oasis-eval schemes` lists, by name, in reading order."""
     return MappingProxyType({name: resolve(name) for name in (*REFERENCES, *_LISTED)})

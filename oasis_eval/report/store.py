@@ -13,9 +13,8 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from oasis_eval.errors import NoMatchError, RecordError
 from oasis_eval.record import RunRecord, read_record, record_names
@@ -42,11 +41,10 @@ _Use = Literal["found", "new", "none"]
 """Which index is used: that of the folder, renewed where it is old; one made anew; none."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     """One record file."""
 
-    path: Path
+    name: str
     key: str
     texts: tuple[str | None, ...]
     """What filters match, field by field of the filters."""
@@ -133,10 +131,10 @@ class _Filters:
 
     def may_pass(self, entry: _Entry) -> bool:
         """Tell whether each field has a text that matches; a text that is None always does."""
-        return all(
-            text is None or self._one(name, text)
-            for name, text in zip(self._where, entry.texts, strict=True)
-        )
+        for name, text in zip(self._where, entry.texts, strict=True):
+            if text is not None and not self._one(name, text):
+                return False
+        return True
 
     def _one(self, name: str, text: str) -> bool:
         passes = self._passes.get((name, text))
@@ -166,8 +164,10 @@ class _Shelf:
         if not path.is_dir():
             if not path.exists():
                 raise RecordError(f"{path}: no such file or folder of records")
-            self.entries = [self._read(path)]
+            self._folder = path.parent
+            self.entries = [self._read(path.name)]
             return
+        self._folder = path
         names = record_names(path)
         rows: dict[str, int] = {}
         if len(names) >= MIN_FILES and use != "none":
@@ -175,9 +175,9 @@ class _Shelf:
         texts = self._texts()
         try:
             self.entries = [
-                self._read(path / name)
+                self._read(name)
                 if (row := rows.get(name)) is None
-                else _Entry(path / name, self._keys[row], tuple(item[row] for item in texts), row)
+                else _Entry(name, self._keys[row], tuple(item[row] for item in texts), row)
                 for name in names
             ]
         except BaseException:
@@ -199,15 +199,15 @@ class _Shelf:
             self.close()
             raise
 
-    def _read(self, path: Path) -> _Entry:
-        record = read_record(path)
+    def _read(self, name: str) -> _Entry:
+        record = read_record(self._folder / name)
         fields = encoded_fields(record) if self._where else {}
         texts = tuple(fields[name] for name in self._where)
-        entry = _Entry(path, record.key, texts)
+        entry = _Entry(name, record.key, texts)
         if not _Filters(self._where).may_pass(entry):
             return entry
         kept = record if self._whole else record.model_copy(update=WITHOUT_DETAILS)
-        return _Entry(path, record.key, texts, record=kept)
+        return entry._replace(record=kept)
 
     def records(
         self, entries: Sequence[_Entry], repeated: set[str], *, whole: bool
@@ -221,11 +221,11 @@ class _Shelf:
                 stored = dict(self._index.records(sorted(rows), parts))
         for entry in entries:
             if entry.key in repeated:
-                yield read_record(entry.path)
+                yield read_record(self._folder / entry.name)
             elif entry.row is not None:
                 yield stored.pop(entry.row)
             else:
-                yield entry.record or read_record(entry.path)
+                yield entry.record or read_record(self._folder / entry.name)
 
     def close(self) -> None:
         if self._index is not None:
@@ -239,7 +239,7 @@ def _indexed(
     stamps = {
         name: stamp
         for name in names
-        if name.isprintable() and (stamp := _stamp(folder / name)) is not None
+        if name.isprintable() and (stamp := _stamp(os.path.join(folder, name))) is not None
     }
     index = _open(folder) if trusted else None
     rows = _current(index, stamps)
@@ -299,7 +299,7 @@ def _current(index: Index | None, stamps: Mapping[str, Stamp]) -> dict[str, int]
     }
 
 
-def _stamp(path: Path) -> Stamp | None:
+def _stamp(path: str) -> Stamp | None:
     try:
         found = os.stat(path)
     except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,14 @@ def test_a_collapsed_depth() -> None:
                 module.k_proj.weight.zero_()
 
     assert "Depth: 6 of 6 routers collapse" in verdict(look(model, tokens(2, 17)))
+
+
+def test_one_window_is_one_and_a_dtype_is_named_once(tmp_path: Path) -> None:
+    """The line reads as a sentence for a reference scheme and a single window, too."""
+    folder = tiny.save(tmp_path / "tiny")
+    found = dataclasses.replace(plan(folder, scheme="fp32"), num_windows=1)
+
+    assert diagnose(found)[0].endswith(", fp32: 1 window of 128 tokens of builtin")
 
 
 def test_diagnose_a_checkpoint(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from oasis_eval.spec import (
     SmoothQuant,
     TensorFormat,
 )
+from tests.command_line import CommandLine
 
 PRESETS = {
     "fp32": "reference in fp32, nothing quantized",
@@ -244,6 +245,23 @@ def test_a_preset_can_be_written_out(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "preset.yaml", presets()[name].model_dump(mode="json"))
 
     assert presets()[name] == resolve(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["fp32", "w4a4", "w4a4-static", "w4a4-rot-gptq", "nf4", "w3a5-g64"]
+)
+def test_a_shown_scheme_is_a_file_of_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What `schemes --show` prints reads back as the same scheme, and can be changed."""
+    call = CommandLine(monkeypatch, capsys)
+    path = tmp_path / "mine.yaml"
+    path.write_text(call(["schemes", "--show", name]).out)
+    same = resolve(str(path))
+    path.write_text(path.read_text().replace(f"name: {name}", "name: mine"))
+
+    assert same == resolve(name)
+    assert resolve(str(path)).model_dump(exclude={"name"}) == same.model_dump(exclude={"name"})
 
 
 def test_a_file_cannot_give_a_preset_another_meaning(tmp_path: Path) -> None:

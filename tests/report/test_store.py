@@ -189,7 +189,7 @@ def test_a_change_within_one_tick_of_the_clock(
     monkeypatch.setattr(store, "MIN_FILES", 1)
     monkeypatch.setattr(store, "_WORTHWHILE", 1 << 30)
     now = time.time_ns() - 1_000_000_000
-    monkeypatch.setattr(store, "_stamp", lambda path: Stamp(path.stat().st_size, now, now))
+    monkeypatch.setattr(store, "_stamp", lambda path: Stamp(os.stat(path).st_size, now, now))
     write_record(tmp_path, some("m0", "fp32", 2.0, key="one"))
     first = find_records([tmp_path])
     write_record(tmp_path, some("m0", "fp32", 3.0, key="one"))
@@ -239,7 +239,7 @@ def test_an_index_of_other_code_is_not_believed(
         patch.setattr("oasis_eval.report.index._fingerprint", lambda: b"another")
         patch.setattr("oasis_eval.report.index._schema", _fresh_schema())
         with new_index(tmp_path) as (writer, _):
-            stamp = store._stamp(path)
+            stamp = store._stamp(str(path))
             assert stamp is not None
             writer.add(make_row(path.name, stamp, other))
     (found,) = find_records([tmp_path])
@@ -261,7 +261,7 @@ def test_names_in_an_index_lead_nowhere(tmp_path: Path) -> None:
     outside = write_record(tmp_path, some("m1", "fp32", 2.0))
     with new_index(folder) as (writer, _):
         for name in (f"../{outside.name}", str(outside)):
-            stamp = store._stamp(outside)
+            stamp = store._stamp(str(outside))
             assert stamp is not None
             writer.add(make_row(name, stamp, some("m1", "fp32", 2.0)))
 
@@ -337,7 +337,7 @@ def test_no_heavy_library_is_loaded(tmp_path: Path) -> None:
     """Reading by way of an index loads neither torch nor pandas."""
     path = write_record(tmp_path, some("m0", "fp32", 2.0))
     with new_index(tmp_path) as (writer, _):
-        stamp = store._stamp(path)
+        stamp = store._stamp(str(path))
         assert stamp is not None
         writer.add(make_row(path.name, stamp, some("m0", "fp32", 2.0)))
     code = (

@@ -22,6 +22,8 @@ from oasis_eval.report.html.selection import Selection, select
 
 _MOST_NAMED = 4
 _USUAL_TASK = "wikitext2"
+_LONGEST = 1024
+"""Tokens of the longest context that a command asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,20 @@ class Kind:
     """Of `oasis-eval evaluate`, which measures that."""
     can_have: Callable[[RunRecord], bool]
     """Whether that command would change anything for a record that lacks it."""
+    protocol: str | None = None
+    """Protocol whose name ends in a number of tokens, which a model must have positions for."""
+    num_lengths: int = 1
+    """Lengths under that protocol: the largest, its half and so on."""
+
+    def arguments_for(self, records: Sequence[RunRecord]) -> str:
+        """Return the arguments with context lengths that the models of these records can have."""
+        if self.protocol is None:
+            return self.arguments
+        known = [record.card.context_length for record in records if record.card.context_length]
+        longest = min([_LONGEST, *known])
+        lengths = [longest >> at for at in reversed(range(self.num_lengths))]
+        names = ",".join(f"{self.protocol}-{length}" for length in lengths if length >= 2)
+        return f"{self.arguments} --protocol {names}"
 
 
 def _has_layers(record: RunRecord) -> bool:
@@ -68,10 +84,12 @@ KINDS: dict[str, Kind] = {
     "context": Kind(
         context,
         "a perplexity under a context-N protocol",
-        "--protocol context-256,context-512,context-1024 --diagnostics",
+        "--diagnostics",
         _always,
+        protocol="context",
+        num_lengths=3,
     ),
-    "passkey": Kind(passkey, "a passkey run", "--task passkey", _always),
+    "passkey": Kind(passkey, "a passkey run", "--task passkey", _always, protocol="passkey"),
 }
 """By the name that `--kind` takes."""
 _OWN_PROTOCOL = ("context", "passkey")
@@ -171,7 +189,9 @@ def _draw_kind(
         return found, [] if found else [f"{name}: no {_FILES[name]}"]
     kind = KINDS[name]
     if selection is None:
-        return [], [f"{name}: no records; measure: oasis-eval evaluate MODEL {kind.arguments}"]
+        return [], [
+            f"{name}: no records; measure: oasis-eval evaluate MODEL {kind.arguments_for(())}"
+        ]
     found = list(kind.draw(selection))
     finished = [record for record in selection.records if _is_text(record)]
     without = [record for record in finished if not kind.can_have(record)]
@@ -197,12 +217,18 @@ def _command(records: Sequence[RunRecord], kind: Kind) -> str:
     models = list(dict.fromkeys(record.spec.model for record in records))
     tasks = list(dict.fromkeys(item.spec.task.name for item in records if _is_text(item)))
     schemes = list(dict.fromkeys(record.spec.scheme.name for record in records))
+    arguments = kind.arguments_for(records)
     words = ["oasis-eval", "evaluate", *models[:_MOST_NAMED]]
     words += ["..."] if len(models) > _MOST_NAMED else []
-    words += [] if "--task" in kind.arguments else ["--task", ",".join(tasks or [_USUAL_TASK])]
-    if "--scheme" not in kind.arguments:
+    words += [] if "--task" in arguments else ["--task", ",".join(tasks or [_USUAL_TASK])]
+    if "--scheme" not in arguments:
         words += ["--scheme", ",".join(schemes)]
-    return f"{shlex.join(words)} {kind.arguments}"
+    if "--task" not in arguments and "--protocol" not in arguments:
+        # Under a protocol of its own, a limit counts something else.
+        limits = {record.spec.task.limit for record in records if _is_text(record)}
+        limit = limits.pop() if len(limits) == 1 else None
+        words += ["--limit", str(limit)] if limit is not None else []
+    return f"{shlex.join(words)} {arguments}"
 
 
 def _with_own_names(drawings: Sequence[Drawing]) -> list[Drawing]:

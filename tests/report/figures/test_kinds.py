@@ -186,6 +186,28 @@ def test_a_lack_is_named_with_the_command_that_measures_it() -> None:
     assert line.endswith("oasis-eval evaluate other --task wikitext2 --scheme w8a8 --diagnostics")
 
 
+@pytest.mark.parametrize(
+    ("positions", "context", "key"),
+    [
+        (None, "context-256,context-512,context-1024", "passkey-1024"),
+        (32768, "context-256,context-512,context-1024", "passkey-1024"),
+        (256, "context-64,context-128,context-256", "passkey-256"),
+    ],
+)
+def test_a_command_fits_the_models(positions: int | None, context: str, key: str) -> None:
+    """No context that a model has no positions for; the limit of the records where it counts."""
+    plain = record("other", "w8a8", metrics={"token_perplexity": 9.0}, limit=8)
+    card = plain.card.model_copy(update={"context_length": positions})
+    _, lacking = draw(
+        sources(diagnosed("fp32"), plain.model_copy(update={"card": card})), (), where={}
+    )
+    commands = {line.partition(":")[0]: line for line in lacking}
+
+    assert commands["outliers"].endswith("--scheme w8a8 --limit 8 --diagnostics")
+    assert commands["context"].endswith(f"--scheme w8a8,fp32 --diagnostics --protocol {context}")
+    assert commands["passkey"].endswith(f"--scheme w8a8,fp32 --task passkey --protocol {key}")
+
+
 def test_a_kind_that_was_asked_for_and_has_nothing_is_an_error() -> None:
     """Not a command that ends well without a file."""
     plain = record("other", "w8a8", metrics={"token_perplexity": 9.0})
@@ -344,7 +366,7 @@ def test_kinds_of_their_own_protocol_say_how_to_measure_them() -> None:
     """Nobody has such records by the way."""
     plain = record("other", "w8a8", metrics={"token_perplexity": 9.0})
     with pytest.raises(
-        RecordError, match=r"context: .*evaluate other --task wikitext2 --scheme w8a8 --prot"
+        RecordError, match=r"context: .*evaluate other --task wikitext2 --scheme w8a8 --diag"
     ):
         drawn("context", plain)
     with pytest.raises(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from oasis_eval.cli import output
 from oasis_eval.record import write_record
 from tests.command_line import CommandLine
 from tests.report.comparisons import store, text_record, windows
-from tests.report.samples import loss, record
+from tests.report.samples import gallery, loss, record
 
 
 @pytest.fixture
@@ -84,3 +85,29 @@ def test_size_of_a_report(tmp_path: Path, call: CommandLine) -> None:
     found = call(["report", tmp_path, "--out", out])
 
     assert found.err == f"{out}: {out.stat().st_size / 1e3:.0f} kB\n"
+
+
+def test_parquet_holds_what_csv_long_holds(tmp_path: Path, call: CommandLine) -> None:
+    """The same rows in the same order, with types; what is absent is null, NaN stays NaN."""
+    import pyarrow.parquet as pq
+
+    runs = tmp_path / "runs"
+    for item in gallery():
+        write_record(runs, item)
+    path, text = tmp_path / "long.parquet", tmp_path / "long.csv"
+    first = call(["table", runs, "--format", "parquet", "--out", path, "--where", "status=ok"])
+    call(["table", runs, "--format", "csv-long", "--out", text, "--where", "status=ok"])
+    refused = call(["table", runs, "--format", "parquet"])
+    rows = pq.read_table(path).to_pylist()
+    with text.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+
+    assert (first.status, first.out, first.err) == (0, "", "")
+    assert (refused.status, "give --out FILE" in refused.err) == (2, True)
+    assert [list(row) for row in rows] == [list(line) for line in lines]
+    assert {type(row["value"]) for row in rows} == {float}
+    assert {type(row["limit"]) for row in rows} == {int, type(None)}
+    for row, line in zip(rows, lines, strict=True):
+        assert repr(row["value"]).replace("nan", "NaN") == line["value"]
+        assert (row["model"], str(row["seed"])) == (line["model"], line["seed"])
+        assert row["stderr"] == (float(line["stderr"]) if line["stderr"] else None)

@@ -11,6 +11,7 @@ from oasis_eval.cli import options, output
 from oasis_eval.errors import SpecError
 
 DEFAULT_RECORDS = Path("results/runs")
+PARQUET = "parquet"
 
 
 def table(
@@ -25,7 +26,7 @@ def table(
         ),
     ] = "results",
     format: Annotated[  # noqa: A002 - the option's name
-        str, typer.Option(help="terminal, csv, csv-long, latex or markdown.")
+        str, typer.Option(help="terminal, csv, csv-long, latex, markdown, or parquet (long).")
     ] = "terminal",
     baseline: Annotated[
         str | None,
@@ -54,14 +55,17 @@ def table(
     """
     from oasis_eval.parsing import parse
     from oasis_eval.report.latex import width_note
+    from oasis_eval.report.parquet import write_parquet
     from oasis_eval.report.render import FORMATS, render
     from oasis_eval.report.store import find_records
     from oasis_eval.report.tables import build_table, load_spec
     from oasis_eval.report.terminal import split_note
     from oasis_eval.spec import TableSpec
 
-    if format not in FORMATS:
-        raise SpecError(f"--format {format!r}: expected one of {', '.join(FORMATS)}")
+    if format not in (*FORMATS, PARQUET):
+        raise SpecError(f"--format {format!r}: expected one of {', '.join((*FORMATS, PARQUET))}")
+    if format == PARQUET and out is None:
+        raise SpecError("--format parquet: a screen cannot show it; give --out FILE")
     settings = load_spec(spec)
     if rows is not None:
         changed = settings.with_rows(options.names(rows, "--rows"))
@@ -75,7 +79,10 @@ def table(
     folders = [path if path.is_dir() else path.parent for path in records]
     found = find_records(records, where=settings.where)
     built = build_table(found, settings, folders=folders)
-    output.write(render(built, format=format, width=output.width_for(out)), out)  # type: ignore[arg-type]  # checked above
+    if format == PARQUET and out is not None:
+        write_parquet(built, out)
+    else:
+        output.write(render(built, format=format, width=output.width_for(out)), out)  # type: ignore[arg-type]  # checked above
     if format == "latex" and (note := width_note(built)) is not None:
         output.say(f"note: {note}")
     if format == "terminal" and (note := split_note(built, output.width_for(out))) is not None:

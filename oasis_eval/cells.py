@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import subprocess
 import traceback
@@ -134,14 +135,20 @@ def versions(backend: Backend = "none") -> dict[str, str]:
     Args:
         backend: Of the scheme; a library that runs it is in, and only then.
     """
-    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    found = {name: _version(name) for name in _LIBRARIES}
     library = _BACKEND_LIBRARIES.get(backend)
     if library is not None:
         try:
-            found[library] = importlib.metadata.version(library)
+            found[library] = _version(library)
         except importlib.metadata.PackageNotFoundError:
             found[library] = "not installed"
     return found
+
+
+@functools.cache
+def _version(library: str) -> str:
+    """Return a library's version, which takes milliseconds to find and is in every key."""
+    return importlib.metadata.version(library)
 
 
 def provenance(prepared: PreparedModel, *, started: datetime, seconds: float) -> Provenance:

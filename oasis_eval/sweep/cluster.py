@@ -183,7 +183,7 @@ class Cluster:
         except ray.exceptions.RayError as error:
             at_birth = bool(getattr(error, "actor_init_failed", False))
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            how = lines[-1][:200] if at_birth else type(error).__name__
+            how = lines[-1][:200] if at_birth else f"{type(error).__name__}: {lines[-1][:150]}"
             raise LostError(how, at_birth=at_birth) from error
 
     def dismiss(self, host: Any) -> None:

@@ -61,7 +61,7 @@ def figures(
 
     kinds = options.names(kind, "--kind") if kind else ()
     filters = options.filters(where or [], "--where")
-    drawings, lacking = draw(read_sources(records), kinds, where=filters)
+    drawings, lacking = draw(read_sources(records, where=filters), kinds, where=filters)
     _save(drawings, out, format)
     for line in lacking:
         output.say(f"not drawn: {line}")

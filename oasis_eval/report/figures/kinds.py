@@ -10,7 +10,7 @@ from pathlib import Path
 from oasis_eval import attention_maps
 from oasis_eval.attention_maps import AttentionMaps
 from oasis_eval.errors import RecordError, UnknownNameError
-from oasis_eval.record import RunRecord, read_records
+from oasis_eval.record import RunRecord
 from oasis_eval.report.figures import layers
 from oasis_eval.report.figures.attention import attention
 from oasis_eval.report.figures.context import context
@@ -19,6 +19,7 @@ from oasis_eval.report.figures.perplexity import perplexity
 from oasis_eval.report.figures.ranking import Ranked, read_ranking
 from oasis_eval.report.figures.style import Drawing, settings
 from oasis_eval.report.html.selection import Selection, select
+from oasis_eval.report.store import find_records
 
 _MOST_NAMED = 4
 _USUAL_TASK = "wikitext2"
@@ -115,8 +116,14 @@ class Sources:
     rankings: tuple[Ranked, ...] = ()
 
 
-def read_sources(paths: Sequence[Path]) -> Sources:
+def read_sources(
+    paths: Sequence[Path], *, where: Mapping[str, tuple[str, ...]] | None = None
+) -> Sources:
     """Read records (files or folders), attention maps (`*.safetensors`), sensitivities (`*.csv`).
+
+    Args:
+        paths: What to read.
+        where: Filters that `draw` will be given: records that cannot match are left out unread.
 
     Raises:
         RecordError: A path does not exist or is neither.
@@ -128,7 +135,7 @@ def read_sources(paths: Sequence[Path]) -> Sources:
         if path.is_dir():
             files += sorted(path.glob(f"*{attention_maps.SUFFIX}"))
     return Sources(
-        records=tuple(read_records(others)),
+        records=tuple(find_records(others, where=where, whole=True)),
         folders=tuple(path if path.is_dir() else path.parent for path in others),
         maps=tuple(attention_maps.read(path) for path in files),
         rankings=tuple(read_ranking(path) for path in tables),

@@ -98,7 +98,10 @@ def session(resources: Resources) -> Iterator[Cluster]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         text = " ".join(str(error).split())[:300]
         where = f"--address {resources.address}" if resources.address else "this machine"
-        raise ClusterError(f"{where}: no cluster could be used: {text}") from error
+        raise ClusterError(
+            f"{where}: no cluster could be used: {text}; one that has a token needs "
+            "RAY_AUTH_MODE=token"
+        ) from error
     try:
         yield Cluster(resources)
     finally:

@@ -211,12 +211,13 @@ def test_answers_are_compared_wherever_they_were_given(
     (home / "q.jsonl").write_text("\n".join(rows))
     settings = {"tasks": ["gsm8k"], "max_new_tokens": 4, "limit": 2, "diagnostics": True}
     whole = grid(
-        schemes=["w8a8", "fp32"],  # compared with what is measured after it
+        schemes=["w8a8", "fp32"],
         data={"gsm8k": "q.jsonl", "gsm8k:train": "q.jsonl"},
         window=None,
         **settings,
     )
     use(a=1)
+    run(whole.model_copy(update={"schemes": ("fp32",)}))  # by a host that is gone afterwards
 
     ledger = run(whole)
     sweep(whole, Plan(Path("alone")), io.StringIO())

@@ -128,7 +128,7 @@ def test_a_failed_attempt_that_was_repeated(tmp_path: Path) -> None:
     """Of one key in two folders the finished record counts, also for a filter on the failed one."""
     first, second = tmp_path / "a", tmp_path / "b"
     write_record(first, record("m0", "fp32", status="failed", reason="x", key="one"))
-    write_record(first, some("m1", "fp32", 2.0))
+    write_record(first, record("m1", "fp32", status="unsupported", reason="y"))
     write_record(second, some("m0", "fp32", 2.0, key="one"))
     tick(first)
     tick(second)

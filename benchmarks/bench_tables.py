@@ -4,7 +4,7 @@
 
 The records are made up: models x schemes x tasks, with coverage as real ones have; about 32 kB
 each, so 100,000 take 3 GB of disk. They are written to FOLDER, or used if it has as many, and each
-step is timed by a process of its own: the first one makes the index.
+step is timed by a process of its own: the first one makes the index of a folder that has one.
 Budgets for 1,000 records: 3 seconds for a table in a new process, 10 MB for a report.
 """
 
@@ -151,13 +151,14 @@ def measure(number: int, folder: Path, results: Path) -> None:
     if number <= MOST_IN_A_REPORT:
         steps_in_this_process(folder)
     to_csv = ("--format", "csv-long", "--out", str(results / "long.csv"))
-    in_new_process("table, making the index", "table", runs, *to_csv, "--where", "model=model-7")
+    of_one = ("--where", "model=model-7")
+    first = in_new_process("table of one model, first time", "table", runs, *to_csv, *of_one)
     if (folder / INDEX_NAME).exists():
         print(f"index: {(folder / INDEX_NAME).stat().st_size / 1e6:.1f} MB")
-    in_new_process("table --where of one model", "table", runs, *to_csv, "--where", "model=model-7")
+    in_new_process("table --where of one model", "table", runs, *to_csv, *of_one)
     in_new_process("table --where of one scheme", "table", runs, *to_csv, "--where", "scheme=w4a4")
     latex = ("--format", "latex", "--out", str(results / "table.tex"))
-    seconds = in_new_process("table of all, LaTeX", "table", runs, *latex)
+    seconds = max(first, in_new_process("table of all, LaTeX", "table", runs, *latex))
     if number <= 1000:
         print(f"{'within' if seconds <= BUDGET_SECONDS else 'OVER'} {BUDGET_SECONDS} s")
     in_new_process("table of all, csv-long", "table", runs, *to_csv)

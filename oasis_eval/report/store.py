@@ -29,7 +29,7 @@ from oasis_eval.report.index import (
 )
 from oasis_eval.report.observations import FILTER_COLUMNS, matching, no_match
 
-MIN_FILES = 200
+MIN_FILES = 2000
 """Record files from which on a folder gets an index."""
 SETTLED_NS = 2_000_000_000
 """A file that changed this shortly ago may change again without showing it in its times."""

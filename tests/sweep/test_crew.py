@@ -10,12 +10,13 @@ import io
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from oasis_eval.errors import MissingExtraError, OasisError, SpecError
 from oasis_eval.record import read_records, read_samples
@@ -137,6 +138,15 @@ class Nodes(Cluster):
 def _is_ready(call: Any) -> bool:
     host, kind, *_ = call
     return kind == "objection" or host.is_dead or not host.line.said.empty()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The sweeps of this process that others are compared with have the threads of a cell."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(Resources().cpus)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

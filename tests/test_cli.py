@@ -379,6 +379,7 @@ def test_numbers_of_questions_and_texts_in_one_call(
         (("--data", "wikitext2"), ("expected NAME=FILE",)),
         (("--data", "wikitext2="), ("expected NAME=FILE",)),
         (("--data", "wiki=x"), ("--data key 'wiki'",)),
+        (("--data", "text=x.txt"), ("no task reads it", "the tasks are wikitext2")),
         (("--data", "wikitext2=/gone.txt"), ("on wikitext2: /gone.txt is no file",)),
         (("--data", "wikitext2=grid.yaml"), ("grid.yaml is no file",)),
         (("--limit", 0), ("--limit 0: expected 1 or more",)),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from oasis_eval.cli import options, output
+from oasis_eval.errors import SpecError
 
 if TYPE_CHECKING:
     from oasis_eval.record import RunRecord
@@ -114,7 +115,20 @@ def evaluate(
         },
         origin="evaluate",
     )
+    _check_data_is_read(spec)
     _evaluate(spec, out, as_json=as_json, quiet=quiet)
+
+
+def _check_data_is_read(spec: EvaluationSpec) -> None:
+    """Refuse a file that would be passed over; unknown names have messages of their own."""
+    from oasis_eval.harness.protocols import TASKS
+
+    for key in spec.data:
+        task = key.partition(":")[0]
+        if task in TASKS and task not in spec.tasks and set(spec.tasks) <= set(TASKS):
+            raise SpecError(
+                f"--data {key}=...: no task reads it; the tasks are {', '.join(spec.tasks)}"
+            )
 
 
 def _evaluate(spec: EvaluationSpec, out: Path, *, as_json: bool, quiet: bool) -> None:

@@ -135,7 +135,8 @@ def _one_value(group: Sequence[Observation], name: str, what: str, advice: str) 
     )
     raise RecordError(
         f"{what} mixes {name} {found}{_protocol_details(name, list(first_of.values()))}; "
-        f"{advice} with 'where: {{{name}: [\"{values[0]}\"]}}' in the table spec"
+        f"{advice} with '--where {name}={values[0]}', or 'where: {{{name}: [\"{values[0]}\"]}}' in "
+        "the table spec"
     )
 
 

@@ -218,11 +218,13 @@ def _loss(pair: Pair, metric: str, samples: PairedSamples, notes: tuple[str, ...
     estimated = statistics.log_perplexity_difference(
         losses[0], losses[1], tokens, block=1 if is_answer else None
     )
-    if len(tokens) < FEW_WINDOWS and not is_answer:
+    if len(tokens) < FEW_WINDOWS:
+        what = "questions" if is_answer else "windows"
+        more = "" if is_answer else " or a longer text"
         notes = (
             *notes,
-            f"Only {len(tokens)} windows: interval and p are rough guesses; measure more "
-            "(a larger --limit or a longer text).",
+            f"Only {len(tokens)} {what}: interval and p are rough guesses; measure more "
+            f"(a larger --limit{more}).",
         )
     scale = sum(tokens) / units
     interval = Interval(*(value * scale for value in estimated))

@@ -12,12 +12,12 @@ import json
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from oasis_eval.sweep import child
 from oasis_eval.sweep.lastwords import last_words
 
 _PATIENCE_SECONDS = 5.0
@@ -94,8 +94,8 @@ class Host:
     def _start(self) -> subprocess.Popen[str]:
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the process
         self._lines = queue.Queue()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "oasis_eval.sweep.remote"],
+        self._process = subprocess.Popen(  # noqa: S603 - our own command, without a shell
+            child.command("oasis_eval.sweep.remote"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -10,7 +10,6 @@ import contextlib
 import os
 import queue
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -19,10 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from pydantic import ValidationError
+
 from oasis_eval.cells import Cell
 from oasis_eval.errors import OutputError, RecordError
 from oasis_eval.execution import Observer, Runner
 from oasis_eval.record import read_record
+from oasis_eval.sweep import child
 from oasis_eval.sweep.deaths import MOST_DEATHS, Deaths, WorkerError
 from oasis_eval.sweep.estimate import num_cores
 from oasis_eval.sweep.lastwords import last_words
@@ -108,7 +110,7 @@ class Team:
                     if line is None:
                         num_running -= 1
                     else:
-                        self._hear(worker, Event.model_validate_json(line), cells)
+                        self._hear(worker, _event(line), cells)
             finally:
                 for worker in workers:
                     worker.process.kill()
@@ -132,8 +134,8 @@ class Team:
             requests=requests,
             first=first,
         )
-        process = subprocess.Popen(
-            [sys.executable, "-m", "oasis_eval.sweep.worker"],
+        process = subprocess.Popen(  # noqa: S603 - our own command, without a shell
+            child.command("oasis_eval.sweep.worker"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -181,6 +183,15 @@ def _stop_overdue(workers: Sequence[_Worker], deaths: Deaths) -> None:
         if deaths.is_overdue(worker):
             worker.is_overdue = True
             worker.process.kill()
+
+
+def _event(line: str) -> Event:
+    try:
+        return Event.model_validate_json(line)
+    except ValidationError as error:
+        raise WorkerError(
+            f"a process of the sweep wrote what is no event: {line[:80]!r}"
+        ) from error
 
 
 def _firsts(cells: Sequence[Cell], jobs: int) -> list[int]:

@@ -16,11 +16,12 @@ import pytest
 from oasis_eval.plan import Texts
 from oasis_eval.record import RunRecord, read_records
 from oasis_eval.spec import SweepSpec
+from oasis_eval.sweep.deaths import WorkerError
 from oasis_eval.sweep.grid import expand
 from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.request import CellRequest
 from oasis_eval.sweep.run import Plan, sweep
-from oasis_eval.sweep.workers import _firsts
+from oasis_eval.sweep.workers import _event, _firsts
 from tests.sweep.conftest import Grids
 
 _HARMFUL = """
@@ -84,6 +85,22 @@ def harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), root]))
     return folder
+
+
+def test_a_package_in_the_current_folder_is_not_taken_for_ours(grid: Grids, home: Path) -> None:
+    """Processes are of the package that started them; nothing that lies around runs."""
+    (home / "oasis_eval").mkdir()
+    (home / "oasis_eval" / "__init__.py").write_text("open('ran', 'w'); print('hello')")
+
+    ledger = run(grid(tasks=["wikitext2"], schemes=["fp32"]), "runs", jobs=1)
+
+    assert [entry.state for entry in ledger.entries] == ["ok"]
+    assert not (home / "ran").exists()
+
+
+def test_what_is_no_event_is_an_error_of_one_line() -> None:
+    with pytest.raises(WorkerError, match="wrote what is no event: 'hello"):
+        _event("hello\n")
 
 
 @pytest.mark.slow

@@ -22,11 +22,11 @@ _CELL_FIELDS = (
     "protocol",
     "metric",
     "filter",
-    "checkpoint_sha256",
     "dtype",
     "device",
     "batch_size",
 )
+"""Alike in a cell; checkpoints are those of its seeds, one each (`check_names`)."""
 
 
 def check_columns(observations: Sequence[Observation], *, protocols_apart: bool) -> None:

@@ -100,6 +100,20 @@ def test_two_checkpoints_in_a_row_are_refused() -> None:
         build_table(records, PPL)
 
 
+def test_each_seed_has_its_checkpoint() -> None:
+    """Trained with another seed, a model of one name is another checkpoint: a mean of two."""
+    records = [
+        record(metrics={"token_perplexity": 5.0 + seed}, seed=seed, checkpoint=f"{seed}")
+        for seed in (1, 2)
+    ]
+    table = build_table(records, PPL)
+
+    (found,) = table.cells[0]
+
+    assert found.value == 5.0 + 1.5
+    assert found.num_seeds == 2
+
+
 def test_two_runs_of_one_seed_are_refused() -> None:
     """The batch size changes numbers: two of them are not two seeds."""
     numbers = {"token_perplexity": 5.0}

@@ -99,12 +99,7 @@ def convert(
     ] = None,
     changes: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            metavar="SETTING=VALUE",
-            help="Another value than the variant's: coupling_beta=fixed, token_log_n=2. "
-            "docs/variants.md lists them. Repeatable.",
-        ),
+        options.SETTINGS,
     ] = [],  # noqa: B006 - typer copies it
     blocks: Annotated[
         int | None, typer.Option(help="Number of blocks; default: 8, or as many as there are.")

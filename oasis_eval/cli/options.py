@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, get_args
 
+import typer
+
 from oasis_eval.errors import SpecError
 
 if TYPE_CHECKING:
     from oasis_eval.spec import Dtype
+
+
+SETTINGS = typer.Option(
+    "--set",
+    metavar="SETTING=VALUE",
+    help="Another value than the variant's: coupling_beta=fixed, token_log_n=2. "
+    "docs/variants.md lists them. Repeatable.",
+)
+"""The option that `settings` reads."""
 
 
 def names(text: str, option: str) -> tuple[str, ...]:

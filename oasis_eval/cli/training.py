@@ -30,12 +30,7 @@ def train(
     ] = None,
     changes: Annotated[
         list[str],
-        typer.Option(
-            "--set",
-            metavar="SETTING=VALUE",
-            help="Another value than the variant's: coupling_beta=fixed, token_log_n=2. "
-            "docs/variants.md lists them. Repeatable.",
-        ),
+        options.SETTINGS,
     ] = [],  # noqa: B006 - typer copies it
     start: Annotated[
         str | None,

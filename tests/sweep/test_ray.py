@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from oasis_eval.record import read_records, read_samples
 from oasis_eval.spec import SweepSpec
@@ -30,7 +31,7 @@ import json, os, signal, sys, time
 from pathlib import Path
 
 CONTROL = Path({control!r})
-if "oasis_eval.sweep.remote" in sys.orig_argv:
+if any("oasis_eval.sweep.remote" in item for item in sys.orig_argv):
     from oasis_eval.harness import run
     original = run.evaluate
     host = os.getppid()
@@ -51,6 +52,15 @@ if "oasis_eval.sweep.remote" in sys.orig_argv:
     run.evaluate = evaluate
 """
 """Marks the cell that a process is at, and lets the test slow processes down or kill them."""
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The sweep of this process that others are compared with has the threads of a cell."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(Resources().cpus)
+    yield
+    torch.set_num_threads(before)
 
 
 class Nodes:

@@ -67,12 +67,12 @@ def test_each_process_begins_with_a_checkpoint_of_its_own(grid: Grids) -> None:
 
 @pytest.mark.slow
 def test_processes_make_the_records_that_one_makes(grid: Grids) -> None:
-    """With as many loads as checkpoints; one thread each, as here."""
+    """A load a checkpoint, one more where a process helps the other; one thread each, as here."""
     whole = grid(models=["./s0", "./s1"], include=[{"schemes": ["bnb-w4a4"]}])
     together, alone = run(whole, "together", jobs=2), run(whole, "alone")
 
     assert [e.state for e in together.entries] == [e.state for e in alone.entries]
-    assert together.num_loads == 2
+    assert together.num_loads in (2, 3)
     assert content("together") == content("alone")
 
 

@@ -108,7 +108,7 @@ class Ranks:
             return
         try:
             yield
-        except Exception as error:
+        except Exception as error:  # whatever it is: the others would wait for this process
             if self._told is not error:
                 self._tell(error)
             raise

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from oasis_eval.parsing import parse
+from oasis_eval.record import read_records, read_samples
 from oasis_eval.spec import SweepSpec
+from oasis_eval.sweep.cluster import Resources
 from tests import tiny
 
 Grids = Callable[..., SweepSpec]
@@ -55,3 +58,23 @@ def make_grid(**changes: object) -> SweepSpec:
         "data": {"wikitext2": "wiki.txt", "bookcorpus": "book.txt"},
     }
     return parse(SweepSpec, settings | changes, origin="test")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sweeps of this process have the threads of a cell on Ray, so that their sums are the same."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(Resources().cpus)
+    yield
+    torch.set_num_threads(before)
+
+
+def content(folder: str) -> dict[str, tuple[str, list[dict[str, object]]]]:
+    """Records but for who measured them when, and what lies beside them."""
+    return {
+        record.key: (
+            record.model_copy(update={"provenance": None}).model_dump_json(),
+            read_samples(Path(folder), record.key),
+        )
+        for record in read_records([Path(folder)])
+    }

@@ -10,16 +10,14 @@ import io
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from oasis_eval.errors import MissingExtraError, OasisError, SpecError
-from oasis_eval.record import read_records, read_samples
 from oasis_eval.spec import SweepSpec
 from oasis_eval.sweep import cluster as cluster_module
 from oasis_eval.sweep.cluster import Cluster, LostError, Resources, _room
@@ -28,7 +26,9 @@ from oasis_eval.sweep.remote import Remote
 from oasis_eval.sweep.request import Event, Share
 from oasis_eval.sweep.run import Plan, sweep
 from tests.command_line import CommandLine
-from tests.sweep.conftest import Grids
+from tests.sweep.conftest import Grids, content
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 _ONE_AT_A_TIME = threading.Lock()
 """Threads share torch and its random state; real processes do not."""
@@ -140,15 +140,6 @@ def _is_ready(call: Any) -> bool:
     return kind == "objection" or host.is_dead or not host.line.said.empty()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The sweeps of this process that others are compared with have the threads of a cell."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(Resources().cpus)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch, home: Path) -> Callable[..., Nodes]:
     """Makes sweeps use nodes of these slots."""
@@ -169,17 +160,6 @@ def use(monkeypatch: pytest.MonkeyPatch, home: Path) -> Callable[..., Nodes]:
 def run(grid: SweepSpec, out: str = "runs", **options: Any) -> Ledger:
     plan = Plan(Path(out), resources=Resources(), **options)
     return sweep(grid, plan, io.StringIO())
-
-
-def content(folder: str) -> dict[str, tuple[str, list[dict[str, object]]]]:
-    """Records but for who measured them when, and what lies beside them."""
-    return {
-        record.key: (
-            record.model_copy(update={"provenance": None}).model_dump_json(),
-            read_samples(Path(folder), record.key),
-        )
-        for record in read_records([Path(folder)])
-    }
 
 
 def test_records_are_those_of_one_process(grid: Grids, use: Callable[..., Nodes]) -> None:

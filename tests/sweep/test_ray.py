@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from oasis_eval.record import read_records, read_samples
 from oasis_eval.spec import SweepSpec
 from oasis_eval.sweep.cluster import Resources
 from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.run import Plan, sweep
-from tests.sweep.conftest import Grids
+from tests.sweep.conftest import Grids, content
 
 pytestmark = [
     pytest.mark.slow,  # a cluster needs half a minute to start, a process on it ten seconds
     pytest.mark.timeout(600),
+    pytest.mark.usefixtures("one_thread"),
 ]
 
 _HOOK = """
@@ -52,15 +51,6 @@ if any("oasis_eval.sweep.remote" in item for item in sys.orig_argv):
     run.evaluate = evaluate
 """
 """Marks the cell that a process is at, and lets the test slow processes down or kill them."""
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The sweep of this process that others are compared with has the threads of a cell."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(Resources().cpus)
-    yield
-    torch.set_num_threads(before)
 
 
 class Nodes:
@@ -102,17 +92,6 @@ def run(grid: SweepSpec, out: str, address: str) -> tuple[Ledger, str]:
     stream = io.StringIO()
     plan = Plan(Path(out), resources=Resources(address))
     return sweep(grid, plan, stream), stream.getvalue()
-
-
-def content(folder: str) -> dict[str, tuple[str, list[dict[str, object]]]]:
-    """Records but for who measured them when, and what lies beside them."""
-    return {
-        record.key: (
-            record.model_copy(update={"provenance": None}).model_dump_json(),
-            read_samples(Path(folder), record.key),
-        )
-        for record in read_records([Path(folder)])
-    }
 
 
 def test_a_cell_that_kills_its_process_fails_and_the_others_go_on(

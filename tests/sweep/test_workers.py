@@ -22,7 +22,7 @@ from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.request import CellRequest
 from oasis_eval.sweep.run import Plan, sweep
 from oasis_eval.sweep.workers import _event, _firsts
-from tests.sweep.conftest import Grids
+from tests.sweep.conftest import Grids, content
 
 _HARMFUL = """
 import os, signal
@@ -45,14 +45,6 @@ run.evaluate = evaluate
 
 def run(grid: SweepSpec, out: str, **options: object) -> Ledger:
     return sweep(grid, Plan(Path(out), **options), io.StringIO())  # type: ignore[arg-type]
-
-
-def content(folder: str) -> dict[str, str]:
-    """Records but for who measured them when."""
-    return {
-        record.key: record.model_copy(update={"provenance": None}).model_dump_json()
-        for record in read_records([Path(folder)])
-    }
 
 
 def test_each_process_begins_with_a_checkpoint_of_its_own(grid: Grids) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -20,15 +19,11 @@ from oasis_eval.minicorpus import mixture, passkey
 from oasis_eval.minicorpus.chance import SPLITS
 from oasis_eval.paths import data_folder
 from oasis_eval.record import DataInfo
+from oasis_eval.rows import Layout, Row, as_published, is_heading, read_file, row_of
 
-Layout = Literal["wikitext", "plain", "documents", "sentences"]
-Row = dict[str, str]
 Generated = mixture.Name | Literal["passkey"]
 
-_HEADING = re.compile(r"^ = (?:[^=\n]|[^=\n].*[^=\n]) = \r?\n?$")
 _HELD_OUT_PER_MILLE = 1
-_NO_TEXT = frozenset({".yaml", ".yml", ".toml", ".csv", ".tsv", ".safetensors", ".gguf"})
-"""Files that are text at best by mistake; another suffix, or none, may be one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +148,7 @@ class Corpus:
             return self.texts()
         documents = [""]
         for line in self._lines():
-            if _HEADING.match(line) and documents[-1].strip():
+            if is_heading(line) and documents[-1].strip():
                 documents.append("")
             documents[-1] += line
         return documents
@@ -260,109 +255,12 @@ def head_tokens(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
-# --- files ------------------------------------------------------------------------------------
+# --- origins ----------------------------------------------------------------------------------
 
 
 def _load_file(name: str, path: Path, hub: HubData, split: str | None) -> Corpus:
-    if not path.is_file():
-        raise DataError(f"{_at(name, path)} is no file; expected a text, jsonl or parquet file")
-    suffix = path.suffix.lower()
-    if suffix in _NO_TEXT:
-        raise DataError(
-            f"{_at(name, path)} is no text to read; expected .txt, .raw, .md or another plain "
-            "text, .jsonl or .parquet"
-        )
-    try:
-        if suffix in (".jsonl", ".json"):
-            rows = list(_json_rows(name, path, hub.columns))
-        elif suffix == ".parquet":
-            rows = list(_parquet_rows(name, path, hub.columns))
-        elif hub.columns == ("text",):
-            return _corpus(name, str(path), split, *_text_rows(path))
-        else:
-            raise DataError(
-                f"{_at(name, path)} must be jsonl or parquet with {_names(hub.columns)}"
-            )
-    except UnicodeDecodeError as error:
-        raise DataError(f"{_at(name, path)} is not UTF-8 text ({error.reason})") from error
-    except OSError as error:
-        raise DataError(f"{_at(name, path)} cannot be read ({error.strerror})") from error
-    if hub.layout == "wikitext":
-        # Rows that are no WikiText lines are documents of their own.
-        is_wikitext = any(_HEADING.match(row["text"]) for row in rows)
-        if not is_wikitext:
-            return _corpus(name, str(path), split, "documents", rows)
-        rows = _as_published(rows)
-    return _corpus(name, str(path), split, hub.layout, rows)
-
-
-def _at(name: str, path: Path, where: str = "") -> str:
-    """Return what messages call a place in a file: the text's name, if that is not the file's."""
-    return f"{path}{where}" if name == path.name else f"{name}: {path}{where}"
-
-
-def _text_rows(path: Path) -> tuple[Layout, list[Row]]:
-    """Read a text file: WikiText layout if it has level-one headings, else one document."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        text = file.read()
-    lines = text.split("\n")
-    lines = lines[:-1] if lines[-1] == "" else lines
-    if not any(_HEADING.match(line) for line in lines):
-        return "plain", [{"text": text}]
-    rows = [{"text": line.removesuffix("\r") + "\n"} for line in lines]
-    return "wikitext", _as_published(rows)
-
-
-def _as_published(rows: list[Row]) -> list[Row]:
-    """WikiText rows of any origin: an empty line is an empty string, any other ends in a newline.
-
-    Files with other line ends than the published ones are the same text.
-    """
-    return [{**row, "text": row["text"] if row["text"].strip() else ""} for row in rows]
-
-
-def _json_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
-    with path.open(encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{_at(name, path, f':{number}')} is not JSON") from error
-            yield _row(_at(name, path, f":{number}"), row, columns)
-
-
-def _parquet_rows(name: str, path: Path, columns: tuple[str, ...]) -> Iterator[Row]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.strerror is not None:
-            raise  # the file, not what is in it
-        raise DataError(f"{_at(name, path)} is not a parquet file") from error
-    for number, row in enumerate(table.to_pylist()):
-        yield _row(_at(name, path, f" row {number}"), row, columns)
-
-
-def _row(where: str, row: object, columns: tuple[str, ...]) -> Row:
-    if not isinstance(row, dict) or any(not isinstance(row.get(key), str) for key in columns):
-        found = (
-            {key: type(value).__name__ for key, value in sorted(row.items())}
-            if isinstance(row, dict)
-            else type(row).__name__
-        )
-        raise DataError(f"{where} must have text columns {_names(columns)}; found {found}")
-    return {key: row[key] for key in columns}
-
-
-def _names(columns: tuple[str, ...]) -> str:
-    return " and ".join(repr(column) for column in columns)
-
-
-# --- generator --------------------------------------------------------------------------------
+    layout, rows = read_file(path, hub.columns, hub.layout, name=name)
+    return _corpus(name, str(path), split, layout, rows)
 
 
 def _generate(name: str, hub: HubData, generated: Generated, split: str) -> Corpus:
@@ -376,15 +274,12 @@ def _generate(name: str, hub: HubData, generated: Generated, split: str) -> Corp
     return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
 
 
-# --- hub --------------------------------------------------------------------------------------
-
-
 def _load_hub(name: str, hub: HubData, split: str) -> Corpus:
     import datasets
 
     try:
         data = datasets.load_dataset(hub.repo, hub.config, split=split, revision=hub.revision)
-        rows = [_row(f"{name}: {hub.repo}", dict(row), hub.columns) for row in data]
+        rows = [row_of(f"{name}: {hub.repo}", dict(row), hub.columns) for row in data]
     except DataError:
         raise
     except (OSError, ValueError, RuntimeError, TypeError) as error:
@@ -400,7 +295,7 @@ def _load_hub(name: str, hub: HubData, split: str) -> Corpus:
         rows = [row for row in rows if is_held_out(row["text"])]
         split = f"oasis-heldout-{_HELD_OUT_PER_MILLE}-per-mille"
     if hub.layout == "wikitext":
-        rows = _as_published(rows)
+        rows = as_published(rows)
     return _corpus(name, f"{hub.repo}@{hub.revision}", split, hub.layout, rows)
 
 

@@ -24,7 +24,7 @@ import yaml
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from oasis_eval import checkpoint, corpus, loading
+from oasis_eval import checkpoint, corpus, loading, pretrained
 from oasis_eval.errors import CheckpointError, DataError, SpecError
 from oasis_eval.modeling.config import (
     CONFIG_BY_BACKBONE,
@@ -136,7 +136,7 @@ def convert(card: ModelCard, plan: Plan, *, out: Path, overwrite: bool = False) 
             f"be wrapped: {', '.join(sorted(CONFIG_BY_BACKBONE))}"
         )
     config = build_config(plain.config, settings)
-    stored = loading.stored_dtype(card)
+    stored = pretrained.stored_dtype(card)
     dtype = plan.dtype or stored
     reasons = reasons_of_change(config)
     if dtype not in (stored, "fp32"):
@@ -205,8 +205,8 @@ def compare(before_TV: Tensor, after_TV: Tensor) -> Deviation:
 
 
 def _write(model: Any, generation: Any, dtype: Dtype, folder: Path) -> None:
-    model.to(loading.DTYPES[dtype])
-    model.config.dtype = loading.DTYPES[dtype]
+    model.to(pretrained.DTYPES[dtype])
+    model.config.dtype = pretrained.DTYPES[dtype]
     model.save_pretrained(folder)
     if generation is not None:
         # As it is: transformers refuses to write some that it reads, and many are in use.

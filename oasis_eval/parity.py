@@ -25,7 +25,8 @@ from oasis_eval import corpus
 from oasis_eval.diagnose import cut, default_window
 from oasis_eval.divergence import Difference, Execution, Run, differences, largest
 from oasis_eval.errors import CheckpointError, UnsupportedSchemeError
-from oasis_eval.loading import DTYPES, Reference, load, prepare
+from oasis_eval.loading import Reference, load, prepare
+from oasis_eval.pretrained import DTYPES
 from oasis_eval.quant.integer_layers import (
     IntegerLayer,
     accumulate,

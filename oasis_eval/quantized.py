@@ -17,7 +17,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from oasis_eval import checkpoint, loading
+from oasis_eval import checkpoint, loading, pretrained
 from oasis_eval.errors import CheckpointError, SpecError, UnsupportedSchemeError
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.quant import storage
@@ -103,7 +103,7 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
     reason = unsupported(scheme) or storage.refusal(scheme)
     if reason is not None:
         raise UnsupportedSchemeError(reason)
-    dtype = plan.dtype or loading.stored_dtype(card)
+    dtype = plan.dtype or pretrained.stored_dtype(card)
     reference = loading.load(card, dtype=dtype)
     if reference.applied is not None:
         raise CheckpointError(

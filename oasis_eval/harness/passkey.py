@@ -240,6 +240,6 @@ def _tokenizer_of(model: str | None) -> Any:
             "'oasis', --model_args model=..."
         )
     from oasis_eval import checkpoint, registry
-    from oasis_eval.loading import load_tokenizer
+    from oasis_eval.pretrained import load_tokenizer
 
     return load_tokenizer(checkpoint.locate(registry.resolve(model)))

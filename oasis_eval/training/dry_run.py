@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from oasis_eval import loading, registry
+from oasis_eval import loading, pretrained, registry
 from oasis_eval.errors import SpecError
 from oasis_eval.modeling.config import CONFIG_BY_BACKBONE, OasisConfig
 from oasis_eval.modeling.formats.folder import causal_class
@@ -93,7 +93,7 @@ def dry_run(plan: Plan) -> list[str]:
 def count(config: Any, plan: Plan) -> Needs:
     """Count what one process of a plan needs, on tensors without content."""
     recipe = plan.recipe
-    dtype = loading.DTYPES[plan.compute_dtype]
+    dtype = pretrained.DTYPES[plan.compute_dtype]
     with FakeTensorMode():
         model = _model(config, plan)
         ids_BT = torch.zeros(recipe.micro_batch_size, recipe.context, dtype=torch.long)
@@ -174,7 +174,7 @@ def time_pass(config: Any, plan: Plan) -> float:
     """Return the median seconds of a pass with its update, on random tokens."""
     recipe = plan.recipe
     device = torch.device(plan.device)
-    dtype = loading.DTYPES[plan.compute_dtype]
+    dtype = pretrained.DTYPES[plan.compute_dtype]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(plan.seed)
         model = _model(config, plan).to(device)
@@ -198,7 +198,7 @@ def time_pass(config: Any, plan: Plan) -> float:
 
 def _matrix_flops(plan: Plan) -> float:
     """Return the speed of a square matrix product in the compute dtype, operations a second."""
-    dtype, device = loading.DTYPES[plan.compute_dtype], torch.device(plan.device)
+    dtype, device = pretrained.DTYPES[plan.compute_dtype], torch.device(plan.device)
     left = torch.ones(_MATRIX, _MATRIX, dtype=dtype, device=device)
     times = []
     for _ in range(_REPEATS + 2):

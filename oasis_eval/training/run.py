@@ -18,7 +18,7 @@ import yaml
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
-from oasis_eval import checkpoint, corpus, loading, registry
+from oasis_eval import checkpoint, corpus, loading, pretrained, registry
 from oasis_eval.cells import git_commit, versions
 from oasis_eval.errors import DataError, SpecError, UnknownNameError
 from oasis_eval.minicorpus import tokenizer as mini_tokenizer
@@ -326,8 +326,8 @@ def _write(
     """Write the model, its tokenizer and card; `config.json`, which makes it one, comes last."""
     identity = info.identity
     weights = identity.recipe.weights
-    model.to("cpu", loading.DTYPES[weights])
-    model.config.dtype = loading.DTYPES[weights]
+    model.to("cpu", pretrained.DTYPES[weights])
+    model.config.dtype = pretrained.DTYPES[weights]
     model.config.use_cache = True  # the Trainer turns it off
     work = folder.path / ".writing"
     shutil.rmtree(work, ignore_errors=True)

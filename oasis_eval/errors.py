@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class OasisError(Exception):
@@ -32,6 +33,16 @@ class UnknownNameError(SpecError):
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(names)}"
         super().__init__(f"unknown {kind} {name!r}; {hint}")
+
+
+@contextmanager
+def named(origin: str) -> Iterator[None]:
+    """Let errors begin with what they are about; their kind stays."""
+    try:
+        yield
+    except OasisError as error:
+        error.args = (f"{origin}: {error}",)
+        raise
 
 
 class CheckpointError(OasisError):

@@ -91,7 +91,9 @@ def check_folder(out: Path) -> None:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise OutputError(f"{out}: cannot be written ({error.strerror}); choose --out") from error
+        raise OutputError(
+            f"{out}: cannot be written ({error.strerror}); choose another folder with --out"
+        ) from error
 
 
 class _Seen(Observer):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
 from oasis_eval import registry
 from oasis_eval.calibration import text_of
 from oasis_eval.cells import Cell
@@ -27,6 +30,9 @@ from oasis_eval.spec import (
     TaskRef,
 )
 
+Given = TypeVar("Given")
+Found = TypeVar("Found")
+
 
 def cells_of(spec: EvaluationSpec) -> list[Cell]:
     """Return the cells of a call in the order models, schemes, tasks; no text or weight is read.
@@ -39,10 +45,12 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
         CheckpointError: A model's folder holds none.
         UnsupportedSchemeError: The parts of a scheme's name contradict each other.
     """
-    cards = [registry.resolve(name) for name in spec.models]
-    distinct = dict.fromkeys(schemes.resolve(name) for name in spec.schemes)
+    problems: list[OasisError] = []
+    cards = _each(registry.resolve, spec.models, problems)
+    distinct = dict.fromkeys(_each(schemes.resolve, spec.schemes, problems))
+    tasks = [task for refs in _each(task_refs, [spec], problems) for task in refs]
+    _refuse(problems)
     chosen = [(scheme, unsupported(scheme)) for scheme in distinct]
-    tasks = task_refs(spec)
     dtype: Dtype = spec.dtype or ("fp32" if spec.device == "cpu" else "bf16")
     references = {scheme: _reference_dtype(scheme, dtype) for scheme, _ in chosen}
     only_questions = all(is_question(task) for task in tasks)
@@ -76,6 +84,27 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
         for scheme, refusal in chosen
         for task in tasks
     ]
+
+
+def _each(
+    resolve: Callable[[Given], Found], given: Iterable[Given], problems: list[OasisError]
+) -> list[Found]:
+    """Return what each is; what stands in the way of one goes to `problems`."""
+    found = []
+    for item in given:
+        try:
+            found.append(resolve(item))
+        except OasisError as error:
+            problems.append(error)
+    return found
+
+
+def _refuse(problems: list[OasisError]) -> None:
+    """Raise what was found, all of it at once: nobody mends a list one name a run."""
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise SpecError("; ".join(map(str, problems)))
 
 
 def _reference_dtype(scheme: QuantScheme, dtype: Dtype) -> Dtype | None:

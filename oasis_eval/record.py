@@ -255,8 +255,8 @@ def read_record(path: Path) -> RunRecord:
         raise RecordError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         raise RecordError(
-            f"{path}: not a result record: {explain(error, RunRecord)}; if it is damaged, delete "
-            "it and run again"
+            f"{path}: not a result record; if it is damaged, delete it and run again. Found: "
+            f"{explain(error, RunRecord)}"
         ) from error
     if record.schema_version != SCHEMA_VERSION:
         raise RecordError(

@@ -86,6 +86,9 @@ def resolve(name: str) -> ModelCard:
         )
     if _HUB_ID.match(name):
         return _hub_card(name)
+    parts = [part.strip() for part in name.split(",")]
+    if len(parts) > 1 and set(parts) <= set(known):
+        raise SpecError(f"{name}: models have spaces between them: {' '.join(parts)}")
     raise UnknownNameError("model", name, known)
 
 

@@ -369,6 +369,8 @@ def test_numbers_of_questions_and_texts_in_one_call(
     [
         (("--scheme", "w8a9b"), ("unknown scheme 'w8a9b'",)),
         (("--scheme", "w8a88"), ("scheme",)),
+        (("--scheme", "w3a"), ("scheme 'w3a': expected wXaY", "such as w4a8")),
+        (("--scheme", "w3a,fp23"), ("scheme 'w3a'", "unknown scheme 'fp23'")),
         (("--scheme", "w4a16-static"), ("static ranges need", "w4a16")),
         (("--scheme", ","), ("--scheme ','", "separated by commas")),
         (("--scheme", "gone.yaml"), ("gone.yaml", "cannot be read")),

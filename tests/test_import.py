@@ -382,7 +382,7 @@ def test_a_damaged_record_is_explained_as_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     path.write_text(json.dumps(value))
 
-    with pytest.raises(RecordError, match=r"batch_size.* found 0; if it is damaged"):
+    with pytest.raises(RecordError, match=r"if it is damaged, .* Found: .*batch_size.* found 0"):
         read_record(path)
 
 

@@ -616,7 +616,7 @@ def test_an_output_folder_that_cannot_be_is_refused(run: Runner, tmp_path: Path)
     run.out = tmp_path / "file"
     run.out.write_text("")
 
-    with pytest.raises(RecordError, match="choose --out"):
+    with pytest.raises(RecordError, match="choose another folder with --out"):
         run()
 
 

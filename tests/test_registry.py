@@ -175,6 +175,7 @@ def test_a_folder_that_is_no_checkpoint_is_refused(
         ("", UnknownNameError, "unknown model ''"),
         ("  ", UnknownNameError, "unknown model '  '"),
         ("nonsense", UnknownNameError, "known: "),
+        ("mini-oasis,mini-vanilla", SpecError, "spaces between them: mini-oasis mini-vanilla"),
         ("./gone", CheckpointError, "no such folder or file"),
         ("/gone/too", CheckpointError, "no such folder or file"),
         ("~/gone-for-good", CheckpointError, "no such folder or file"),

@@ -54,7 +54,7 @@ def table(
     Example: oasis-eval table results/runs --baseline reference --format latex --out table.tex
     """
     from oasis_eval.parsing import parse
-    from oasis_eval.report.latex import width_note
+    from oasis_eval.report.latex import page_notes
     from oasis_eval.report.parquet import write_parquet
     from oasis_eval.report.render import FORMATS, render
     from oasis_eval.report.store import find_records
@@ -83,8 +83,9 @@ def table(
         write_parquet(built, out)
     else:
         output.write(render(built, format=format, width=output.width_for(out)), out)  # type: ignore[arg-type]  # checked above
-    if format == "latex" and (note := width_note(built)) is not None:
-        output.say(f"note: {note}")
+    if format == "latex":
+        for line in page_notes(built):
+            output.say(f"note: {line}")
     if format == "terminal" and (note := split_note(built, output.width_for(out))) is not None:
         output.say(f"note: {note}")
     failed = {item.key for item in built.observations if item.status == "failed"}

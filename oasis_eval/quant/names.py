@@ -145,6 +145,8 @@ def explain(name: str) -> None:
         found = "transforms come in the order smooth, rot, gptq"
     elif re.search(r"-smooth(0|1)(\.[0-9]*)?(-|$)", name):
         found = "alpha is written 0.1 to 0.999, as in smooth0.75; YAML takes 0 and 1 too"
+    elif not widths and re.match(r"w\d+(a\d*)?(-|$)", name):
+        found = f"expected {GRAMMAR}, such as w4a8"
     if found is not None:
         raise UnsupportedSchemeError(f"scheme {name!r}: {found}")
 

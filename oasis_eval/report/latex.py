@@ -7,8 +7,10 @@ formatter output unescaped and cannot set rules under groups of columns.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from oasis_eval.report.grid import Cell, Label, Table
 from oasis_eval.report.layout import (
@@ -21,6 +23,7 @@ from oasis_eval.report.layout import (
     narrower,
     plain,
     row_headers,
+    shorter,
     starts_group,
 )
 
@@ -60,9 +63,35 @@ _LIGATURES = re.compile(r"([-`',!?])(?=[-`',])")
 _NUMBER = re.compile(r"(\(?)([+-]?)([0-9]+(?:\.[0-9]+)?)(?:e([+-]?[0-9]+))?(\)?)")
 
 
-_TEXT_WIDTH_POINTS = 345.0
-_SIZES = (("", 5.0, 6), (r"\small", 4.6, 4), (r"\footnotesize", 4.2, 4), (r"\scriptsize", 3.8, 3))
-"""Command, mean width of a letter and half the gap between columns, in points."""
+_TEXT_WIDTH_POINTS, _TEXT_HEIGHT_POINTS = 345.0, 550.0
+"""Of an article in 10 points."""
+
+
+class _Size(NamedTuple):
+    """A size of type, in points."""
+
+    command: str
+    letter: float
+    """Mean width of a letter."""
+    separation: int
+    """Half the gap between two columns."""
+    line: float
+    """Height of a row."""
+
+
+_SIZES = (
+    _Size("", 5.0, 6, 12.0),
+    _Size(r"\small", 4.6, 4, 11.3),
+    _Size(r"\footnotesize", 4.2, 4, 9.8),
+    _Size(r"\scriptsize", 3.8, 3, 8.9),
+)
+_CAPTION = _Size("", 4.5, 0, 12.0)
+_NOTES = _Size(r"\footnotesize", 4.0, 0, 9.5)
+"""Prose is narrower than numbers."""
+_RULES_POINTS = 25.0
+"""Of the three rules of a table, the lines under groups of columns, and the gap above its notes."""
+_GAP_POINTS = 5.5
+"""Of `\\addlinespace`."""
 _LETTERS_OF_MARKS = 1
 
 
@@ -83,7 +112,9 @@ def render_latex(table: Table) -> str:
     if table.caption is not None:
         lines.append(rf"\caption{{{escape(table.caption)}}}")
     lines.append(rf"\label{{tab:{re.sub('[^A-Za-z0-9:.-]', '-', table.spec.name)}}}")
-    lines += _size(table)
+    size = _size(table)
+    if size.command:
+        lines += [size.command, rf"\setlength{{\tabcolsep}}{{{size.separation}pt}}"]
     shape = "l" * num_rows_columns + "r" * num_columns
     lines.append(rf"\makebox[\linewidth][c]{{\begin{{tabular}}{{{shape}}}")
     lines.append(r"\toprule")
@@ -106,18 +137,27 @@ def render_latex(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def width_note(table: Table) -> str | None:
-    """Return in one line that a table is too wide for a page, and what to do; None: it fits.
+def page_notes(table: Table) -> list[str]:
+    """Return in one line each that a table is too wide or too tall for a page, and what to do.
 
-    The width is estimated at the smallest size that `render_latex` sets.
+    Both are estimated: the width at the smallest size that `render_latex` sets, the height, of a
+    table with all its notes, at the one that it takes.
     """
-    excess = _points(table, _SIZES[-1]) / _TEXT_WIDTH_POINTS - 1.0
-    if excess <= 0.0:
-        return None
-    return (
-        f"table {table.spec.name!r} is about {excess:.0%} wider than the text of a page, set as "
-        f"small as it gets; {narrower(table)}"
-    )
+    notes = []
+    name = table.spec.name
+    excess = _width(table, _SIZES[-1]) / _TEXT_WIDTH_POINTS - 1.0
+    if excess > 0.0:
+        notes.append(
+            f"table {name!r} is about {excess:.0%} wider than the text of a page, set as "
+            f"small as it gets; {narrower(table)}"
+        )
+    excess = _height(table, _size(table)) / _TEXT_HEIGHT_POINTS - 1.0
+    if excess > 0.0:
+        notes.append(
+            f"table {name!r} is about {excess:.0%} taller than a page, its notes counted, where "
+            f"LaTeX cuts it off; {shorter(table)}"
+        )
+    return notes
 
 
 def _header(table: Table, rooms: Sequence[str]) -> list[str]:
@@ -193,16 +233,30 @@ def _row(cells: Sequence[str]) -> str:
     return " & ".join(cells) + r" \\"
 
 
-def _size(table: Table) -> list[str]:
-    """Set a table smaller and closer until it is about as wide as an article's text."""
-    fitting = [size for size in _SIZES if _points(table, size) <= _TEXT_WIDTH_POINTS]
-    size, _, separation = fitting[0] if fitting else _SIZES[-1]
-    return [size, rf"\setlength{{\tabcolsep}}{{{separation}pt}}"] if size else []
+def _size(table: Table) -> _Size:
+    """Return the largest size at which a table is about as wide as an article's text."""
+    fitting = [size for size in _SIZES if _width(table, size) <= _TEXT_WIDTH_POINTS]
+    return fitting[0] if fitting else _SIZES[-1]
 
 
-def _points(table: Table, size: tuple[str, float, int]) -> float:
+def _height(table: Table, size: _Size) -> float:
+    """Estimate the height of a table with caption and notes, in points."""
+    num_lines = len(header_spans(table)) + len(table.rows)
+    num_gaps = sum(starts_group(table, position) for position in range(len(table.rows)))
+    notes = [*(note.text for note in table.footnotes), *table.notes]
+    text = _lines(table.caption or "", _CAPTION) * _CAPTION.line
+    text += sum(_lines(note, _NOTES) for note in notes) * _NOTES.line
+    return num_lines * size.line + num_gaps * _GAP_POINTS + _RULES_POINTS + text
+
+
+def _lines(text: str, size: _Size) -> int:
+    """Estimate the lines of a paragraph."""
+    return math.ceil(len(text) * size.letter / _TEXT_WIDTH_POINTS)
+
+
+def _width(table: Table, size: _Size) -> float:
     """Estimate the width of a table from the letters of its widest texts."""
-    _, points, separation = size
+    points, separation = size.letter, size.separation
     levels = header_spans(table)
     letters = [
         max(len(label_text(span.label)), *(len(cell_text(row[index])) for row in table.cells))
@@ -227,5 +281,5 @@ def _notes(table: Table) -> list[str]:
     notes += [rf"{escape(note)}\par" for note in table.notes]
     if not notes:
         return []
-    start = r"\begin{minipage}{\linewidth}\footnotesize\raggedright"
+    start = rf"\begin{{minipage}}{{\linewidth}}{_NOTES.command}\raggedright"
     return [r"\par\medskip", start, *notes, r"\end{minipage}"]

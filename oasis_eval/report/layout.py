@@ -109,6 +109,16 @@ def narrower(table: Table) -> str:
     return f"make columns rows (--rows {rows}) or {fewer}"
 
 
+def shorter(table: Table) -> str:
+    """Say what to do about a table with too many rows."""
+    values = {
+        name: list(dict.fromkeys(line.place[level] for line in table.rows))
+        for level, name in enumerate(table.row_dimensions)
+    }
+    name = max(values, key=lambda name: len(values[name]))
+    return f"keep fewer rows (--where {name}={values[name][0]})"
+
+
 def plain(text: str) -> str:
     """Return `text` on one line; control and invisible formatting characters become `?`."""
     return "".join(

@@ -52,7 +52,7 @@ class SweepSpec(Settings):
     """A grid: every combination of models, schemes, tasks and seeds is a cell."""
 
     name: str = Field(default="sweep", min_length=1, max_length=100)
-    """What it is called in messages."""
+    """What it is called in messages; a file without it is called as the file is."""
     models: tuple[str, ...] = Field(min_length=1)
     """As in `evaluate`; `{seed}` in a name stands for each of `seeds`."""
     schemes: tuple[str, ...] = Field(default=("fp32", "w8a8", "w4a4"), min_length=1)

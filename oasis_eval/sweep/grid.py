@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from oasis_eval.cells import Cell
-from oasis_eval.errors import SpecError
+from oasis_eval.errors import SpecError, named
 from oasis_eval.harness.protocols import TASKS, fits, parse_protocol
 from oasis_eval.parsing import parse, read_yaml
 from oasis_eval.plan import cells_of
@@ -25,7 +25,10 @@ def read_grid(path: Path) -> SweepSpec:
     Raises:
         SpecError: The file is missing or not a grid.
     """
-    return parse(SweepSpec, read_yaml(path), origin=str(path))
+    value = read_yaml(path)
+    if isinstance(value, dict):
+        value = {"name": path.stem} | value
+    return parse(SweepSpec, value, origin=str(path))
 
 
 def expand(grid: SweepSpec) -> list[Cell]:
@@ -44,7 +47,7 @@ def expand(grid: SweepSpec) -> list[Cell]:
         raise SpecError(f"{grid.name}: {num_cells:,} cells; a grid has at most {MAX_CELLS:,}")
     found: dict[Place, Cell] = {}
     for part in own:
-        found |= {_place(cell): cell for cell in cells_of(part)}
+        found |= _cells(grid, part)
     for number, exclusion in enumerate(grid.exclude, 1):
         out = [place for place in found if _matches(place, exclusion)]
         if not out:
@@ -57,7 +60,7 @@ def expand(grid: SweepSpec) -> list[Cell]:
         for place in out:
             del found[place]
     for part in besides:
-        found |= {_place(cell): cell for cell in cells_of(part)}
+        found |= _cells(grid, part)
     if not found:
         raise SpecError(f"{grid.name}: its exclusions leave no cell")
     order = list(dict.fromkeys(place[0] for place in found))
@@ -95,6 +98,12 @@ def _included(grid: SweepSpec, inclusion: Inclusion) -> Iterator[EvaluationSpec]
     if "diagnostics" not in given and kinds == {True}:
         changes["diagnostics"] = False
     return _calls(grid.model_copy(update=changes))
+
+
+def _cells(grid: SweepSpec, part: EvaluationSpec) -> dict[Place, Cell]:
+    """Return the cells of one call by their places."""
+    with named(grid.name):
+        return {_place(cell): cell for cell in cells_of(part)}
 
 
 def _size(part: EvaluationSpec) -> int:

@@ -1,9 +1,11 @@
-"""A LaTeX table that no size makes fit a page says so, and its advice helps."""
+"""A LaTeX table that does not fit a page says so, and its advice helps."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,8 @@ import pytest
 from oasis_eval.parsing import parse
 from oasis_eval.paths import data_folder
 from oasis_eval.record import RunRecord, write_record
-from oasis_eval.report.latex import width_note
+from oasis_eval.report.grid import Table
+from oasis_eval.report.latex import page_notes, render_latex
 from oasis_eval.report.tables import build_table, load_spec
 from oasis_eval.spec import TableSpec
 from tests.command_line import CommandLine
@@ -37,9 +40,8 @@ def test_the_last_column_that_fits_is_the_last_that_is_quiet() -> None:
     most = int((345.0 - model) // column)
     assert most == 11
 
-    assert width_note(build_table(_records(SCHEMES[:most]), PPL)) is None
-    note = width_note(build_table(_records(SCHEMES[: most + 1]), PPL))
-    assert note is not None
+    assert page_notes(build_table(_records(SCHEMES[:most]), PPL)) == []
+    (note,) = page_notes(build_table(_records(SCHEMES[: most + 1]), PPL))
     percent = (model + (most + 1) * column) / 345.0 - 1.0
     assert f"about {percent:.0%} wider" in note
 
@@ -47,30 +49,77 @@ def test_the_last_column_that_fits_is_the_last_that_is_quiet() -> None:
 def test_a_long_header_over_few_columns_counts() -> None:
     """It widens them, as TeX does."""
     short, long = (
-        width_note(build_table(_records(["fp32"], task=task), PPL))
+        page_notes(build_table(_records(["fp32"], task=task), PPL))
         for task in ("wikitext2", "w" * 90)
     )
 
-    assert short is None
-    assert long is not None
-    assert "shorter labels" in long
-    assert "--where" not in long
+    assert short == []
+    assert "shorter labels" in long[0]
+    assert "--where" not in long[0]
 
 
 def test_long_labels_of_models_count() -> None:
     """Where there is one column nothing can be moved."""
-    assert width_note(build_table(_records(["fp32"], label="x" * 60), PPL)) is None
-    note = width_note(build_table(_records(["fp32"], label="x" * 90), PPL))
+    assert page_notes(build_table(_records(["fp32"], label="x" * 60), PPL)) == []
+    (note,) = page_notes(build_table(_records(["fp32"], label="x" * 90), PPL))
 
-    assert note is not None
     assert "'label' of a card" in note
+
+
+def _tall(num_models: int, num_schemes: int) -> Table:
+    return build_table(
+        [
+            record(f"m{number}", name, label=f"m{number}", metrics={"token_perplexity": 12.34})
+            for number in range(num_models)
+            for name in SCHEMES[:num_schemes]
+        ],
+        PPL,
+    )
+
+
+def test_a_table_that_is_too_tall_says_so() -> None:
+    """One row more than a page holds; the advice keeps one model."""
+    heights = {rows: page_notes(_tall(rows, 1)) for rows in (20, 60)}
+
+    assert heights[20] == []
+    (note,) = heights[60]
+    assert "taller than a page" in note
+    assert "keep fewer rows (--where model=m0)" in note
+
+
+@pytest.mark.skipif(
+    shutil.which("pdflatex") is None,
+    reason="pdflatex is missing: install texlive-latex-recommended (Debian) or another TeX",
+)
+@pytest.mark.parametrize(("models", "schemes"), [(60, 1), (60, 8), (80, 9), (60, 11), (90, 4)])
+def test_tex_finds_it_as_tall(tmp_path: Path, models: int, schemes: int) -> None:
+    """TeX says by how many points a float is too large for its page, 550 points of text."""
+    table = _tall(models, schemes)
+    source = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + render_latex(table)
+    (tmp_path / "t.tex").write_text(source + r"\end{document}", encoding="utf-8")
+    said = subprocess.run(
+        ["pdflatex", "-interaction=nonstopmode", "t.tex"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=120,
+        check=False,
+    ).stdout
+    excess = re.search(r"Float too large for page by ([0-9.]+)pt", said)
+    assert excess is not None, said[-2000:]
+
+    (note,) = page_notes(table)
+    percent = re.search(r"about (\d+)% taller", note)
+    assert percent is not None, note
+    assert 1.0 + int(percent[1]) / 100 == pytest.approx(1.0 + float(excess[1]) / 550.0, rel=0.03)
 
 
 def test_the_advice_helps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each option that the note names makes the note go away; other formats never have it."""
-    for item in _records(["fp32", *SCHEMES]):
+    for item in _records(["fp32", *SCHEMES[:13]]):
         write_record(tmp_path, item)
     call = CommandLine(monkeypatch, capsys)
     plain = call(["table", tmp_path, "--format", "latex"])
@@ -78,7 +127,7 @@ def test_the_advice_helps(
     assert plain.status == 0
     assert plain.err.startswith("note: table 'results' is about ")
     assert plain.err.count("\n") == 1
-    assert r"\begin{tabular}{l" + "r" * 21 + "}" in plain.out
+    assert r"\begin{tabular}{l" + "r" * 14 + "}" in plain.out
     advice = re.findall(r"\((--\w+ \S+)\)", plain.err)
     assert advice == ["--rows model,scheme", "--where scheme=fp32"]
     for options in advice:

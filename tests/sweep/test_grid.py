@@ -158,7 +158,12 @@ def test_an_inclusion_adds_cells_with_the_grids_settings_unless_it_has_its_own(
         ({"models": ["./y", "./y"]}, SpecError, "'./y' is there twice"),
         ({"schemes": ["w9a8"]}, OasisError, "w9a8"),
         ({"schemes": ["fp23"]}, UnknownNameError, "did you mean"),
-        ({"tasks": ["wiki"]}, UnknownNameError, "unknown task"),
+        ({"tasks": ["wiki"]}, UnknownNameError, "^g: unknown task"),
+        (
+            {"models": ["./gone"], "schemes": ["fp23", "w4a4", "w3a"], "tasks": ["wiki"]},
+            SpecError,
+            "^g: ./gone: no such .*; unknown scheme 'fp23'.*; scheme 'w3a'.*; unknown task 'wiki'",
+        ),
         ({"seeds": [0, 1]}, SpecError, "no model has {seed} in its name"),
         ({"seeds": []}, SpecError, "seeds"),
         ({"seeds": ["a"]}, SpecError, "seeds"),
@@ -220,6 +225,14 @@ def test_a_file_that_is_no_grid(
     assert str(caught.value).startswith(str(path))
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize(("line", "name"), [("", "small"), ("name: other\n", "other")])
+def test_a_grid_is_called_as_its_file(tmp_path: Path, line: str, name: str) -> None:
+    """Unless it has a name of its own."""
+    (tmp_path / "small.yaml").write_text(f"{line}models: [x]\n")
+
+    assert read_grid(tmp_path / "small.yaml").name == name
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:

@@ -62,8 +62,12 @@ def sweep(grid: SweepSpec, plan: Plan, stream: TextIO) -> Ledger:
     with ExitStack() as stack:
         nodes, processes = None, plan.jobs or 1
         if resources is not None and ledger.open:
+            where = f"cluster {resources.address}" if resources.address else "this machine alone"
+            _say(stream, f"Ray: starts ({where})")
             nodes = stack.enter_context(cluster.session(resources))
-            processes = max(1, sum(nodes.room().values()))
+            room = nodes.room()
+            processes = max(1, sum(room.values()))
+            _say(stream, f"Ray: {processes} cells at a time on {len(room)} nodes")
         board = stack.enter_context(Board(ledger, stream, processes=processes))
         runner = stack.enter_context(Runner(plan.out, rules, board))
         crew = None
@@ -123,6 +127,12 @@ def estimates(ledger: Ledger, plan: Plan) -> dict[int, Estimate | None]:
 def _resources(plan: Plan, ledger: Ledger) -> Resources | None:
     cells = [entry.cell for entry in ledger.entries]
     return None if plan.resources is None else plan.resources.fitting(cells)
+
+
+def _say(stream: TextIO, text: str) -> None:
+    """Say what takes a while before there is a cell to show."""
+    stream.write(f"{text}\n")
+    stream.flush()
 
 
 def _check(plan: Plan) -> None:

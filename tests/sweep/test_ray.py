@@ -5,13 +5,17 @@ from __future__ import annotations
 import io
 import json
 import logging
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from oasis_eval.spec import SweepSpec
 from oasis_eval.sweep.cluster import Resources
@@ -42,7 +46,8 @@ if any("oasis_eval.sweep.remote" in item for item in sys.orig_argv):
         control = json.loads((CONTROL / "control.json").read_text())
         if [prepared.scheme.name, task.name] == control.get("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(control.get("sleep", 0.0))
+        hangs = [prepared.scheme.name, task.name] == control.get("hang")
+        time.sleep(600.0 if hangs else control.get("sleep", 0.0))
         try:
             return original(prepared, task, data, **options)
         finally:
@@ -67,6 +72,15 @@ class Nodes:
     def set(self, **control: object) -> None:
         (self.control / "control.json").write_text(json.dumps(control))
 
+    def marks(self) -> list[Path]:
+        """Marks of the cells that any process is at."""
+        return list(self.control.glob("*.*.*"))
+
+    def clear(self) -> None:
+        """Forget the marks of processes that were killed."""
+        for mark in self.marks():
+            mark.unlink()
+
     def at_work(self, node: Any) -> list[Path]:
         """Marks of the cells that a node's processes are at."""
         raylet = node.all_processes["raylet"][0].process.pid
@@ -88,9 +102,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         nodes.cluster.shutdown()
 
 
-def run(grid: SweepSpec, out: str, address: str) -> tuple[Ledger, str]:
+def run(grid: SweepSpec, out: str, address: str, **options: Any) -> tuple[Ledger, str]:
     stream = io.StringIO()
-    plan = Plan(Path(out), resources=Resources(address))
+    plan = Plan(Path(out), resources=Resources(address), **options)
     return sweep(grid, plan, stream), stream.getvalue()
 
 
@@ -106,6 +120,57 @@ def test_a_cell_that_kills_its_process_fails_and_the_others_go_on(
     reason = str(ledger.entries[2].reason)
     assert "signal 9" in reason
     assert "twice" in reason
+
+
+def test_a_cell_over_its_limit_fails_and_the_others_go_on(grid: Grids, nodes: Nodes) -> None:
+    """The limit is kept on the node, and the process goes on with the next cell."""
+    nodes.set(hang=["fp32", "bookcorpus"])
+
+    ledger, _ = run(grid(), "runs", nodes.cluster.address, cell_seconds=20.0)
+
+    assert [entry.state for entry in ledger.entries] == ["ok", "failed", "ok", "ok"]
+    assert "time limit of 20 s" in str(ledger.entries[1].reason)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_a_sweep_that_ends_early_leaves_nothing_behind_but_records(
+    grid: Grids, nodes: Nodes, how: signal.Signals
+) -> None:
+    """Whether it was asked to end or killed: its processes end, and the next sweep goes on."""
+    whole = grid(schemes=["fp32", "w8a8", "w4a4", "w8a8-g16"])
+    sweep(whole, Plan(Path("alone")), io.StringIO())
+    Path("grid.yaml").write_text(yaml.safe_dump(whole.model_dump(mode="json", exclude_unset=True)))
+    nodes.set(sleep=2.0)
+    command = [sys.executable, "-m", "oasis_eval", "sweep", "grid.yaml", "--out", "runs"]
+    driver = subprocess.Popen(
+        [*command, "--executor", "ray", "--address", nodes.cluster.address],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until(lambda: list(Path("runs").glob("*.json")) and nodes.marks())
+    at_work = {int(mark.name.split(".")[2]) for mark in nodes.marks()}
+
+    driver.send_signal(how)
+    _, said = driver.communicate(timeout=120)
+
+    assert driver.returncode == (130 if how == signal.SIGINT else -how)
+    assert ("run the same command again" in said) == (how == signal.SIGINT)
+    until(lambda: not any(Path(f"/proc/{number}").exists() for number in at_work))
+    nodes.clear()
+    before = len(list(Path("runs").glob("*.json")))
+    assert 1 <= before < 8
+    ledger, _ = run(whole, "runs", nodes.cluster.address)
+    assert [entry.state for entry in ledger.entries] == ["ok"] * 8
+    assert sum(entry.reused for entry in ledger.entries) == before
+    assert content("runs") == content("alone")
+
+
+def until(holds: Callable[[], object]) -> None:
+    """Wait for something that must come."""
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_node_dies_in_the_middle_and_the_records_are_those_of_one_process(

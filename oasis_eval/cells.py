@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from oasis_eval import ranks
 from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
-from oasis_eval.errors import OasisError
+from oasis_eval.errors import OasisError, UnsupportedSchemeError
 from oasis_eval.fidelity import VERSION as FIDELITY_VERSION
 from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.harness.run import TaskData
@@ -115,14 +115,18 @@ class Cell:
         )
 
     def failed_record(self, error: Exception) -> RunRecord:
-        """Return the record of a failure, with a traceback where the input is not at fault."""
+        """Return the record of a failure, with a traceback where the input is not at fault.
+
+        A scheme that cannot be put on this very model, as it turned out, is as unsupported as one
+        that was refused before.
+        """
         expected = isinstance(error, OasisError)
         text = " ".join(str(error).split())
         return RunRecord(
             key=self.key,
             spec=self.spec,
             card=self.card,
-            status="failed",
+            status="unsupported" if isinstance(error, UnsupportedSchemeError) else "failed",
             reason=text if expected else f"{type(error).__name__}: {text}",
             traceback=None if expected else "".join(traceback.format_exception(error)),
             data=self.data.infos if self.data else (),

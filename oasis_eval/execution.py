@@ -126,7 +126,7 @@ class Runner:
         if not self._locks.claim(key):
             return
         record = find_record(self._out, cell)
-        if record is not None and record.status == "failed":
+        if record is not None and record.status != "ok":
             (self._out / f"{record.key}.json").unlink(missing_ok=True)
         self._locks.release(key)
 

@@ -19,15 +19,15 @@ def find_record(out: Path, cell: Cell) -> RunRecord | None:
     """
     if cell.data is None:
         return None
-    failed = None
+    without = None
     for key in (cell.key, *_keys_with_more(cell)):
         path = out / f"{key}.json"
         if path.exists():
             record = read_record(path)
-            if record.status != "failed":
+            if record.status == "ok":
                 return record
-            failed = failed or record
-    return failed
+            without = without or record
+    return without
 
 
 def finished_record(out: Path, cell: Cell, *, retry_failed: bool) -> RunRecord | None:
@@ -42,7 +42,7 @@ def finished_record(out: Path, cell: Cell, *, retry_failed: bool) -> RunRecord |
         RecordError: The record is damaged.
     """
     record = find_record(out, cell)
-    if record is None or (record.status == "failed" and retry_failed):
+    if record is None or (record.status != "ok" and cell.can_run and retry_failed):
         return None
     can_add = record.status == "ok" and Baseline(out, quiet=True).can_add(cell, record.metrics)
     return None if can_add else record

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import Phi3Config, Phi3ForCausalLM
 
 from oasis_eval import registry
 from oasis_eval.errors import UnsupportedSchemeError
 from oasis_eval.loading import Reference, load, prepare
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.spec import QuantScheme
-from tests.tiny import save
+from tests.tiny import phi3, save
 
 
 @pytest.fixture(scope="module")
@@ -91,23 +90,7 @@ def test_the_attention_that_ran_is_said(
 
 def test_a_model_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
     """The full graph of unknown layers is refused before calibration; its attention is not."""
-    torch.manual_seed(0)
-    model = Phi3ForCausalLM(
-        Phi3Config(
-            hidden_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=96,
-            vocab_size=256,
-            max_position_embeddings=64,
-            initializer_range=0.2,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
-    reference = load(registry.resolve(str(save(tmp_path, model=model))), dtype="fp32")
+    reference = load(registry.resolve(str(save(tmp_path, model=phi3()))), dtype="fp32")
     expected = logits(reference.model)
     with (
         pytest.raises(

@@ -437,6 +437,25 @@ def test_a_scheme_that_fails_leaves_records_and_the_others_run(run: Runner, tmp_
     assert "up_proj" in str(call.report.records[1].reason)
 
 
+def test_a_scheme_that_this_model_has_no_place_for_is_unsupported(
+    run: Runner, tmp_path: Path
+) -> None:
+    """Known only when the model is there; said as what was refused before is, and tried again."""
+    run.model = tiny.save(tmp_path / "phi", model=tiny.phi3())
+
+    call = run(schemes=["fp32", "w8a8-static", "w8a8"])
+
+    assert [record.status for record in call.report.records] == ["ok", "unsupported", "ok"]
+    assert "region residual cannot be quantized" in str(call.report.records[1].reason)
+    assert not call.report.is_complete
+    assert sorted(record.status for record in read_records([run.out])) == [
+        "ok",
+        "ok",
+        "unsupported",
+    ]
+    assert run(schemes=["fp32", "w8a8-static", "w8a8"]).report.num_reused == 2
+
+
 @pytest.mark.parametrize("name", ["gone.txt", "blank.txt", "bad.jsonl"])
 def test_data_that_cannot_be_read_fails_its_task_only(
     run: Runner, tmp_path: Path, name: str

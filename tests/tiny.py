@@ -16,6 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -83,6 +85,26 @@ def build_model(*, seed: int = 0, **changes: object) -> LlamaForCausalLM:
     }
     torch.manual_seed(seed)
     return LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
+
+
+def phi3() -> Phi3ForCausalLM:
+    """Return a model whose decoder layers the suite does not know, in a vocabulary of 256."""
+    torch.manual_seed(0)
+    return Phi3ForCausalLM(
+        Phi3Config(
+            hidden_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=96,
+            vocab_size=256,
+            max_position_embeddings=64,
+            initializer_range=0.2,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
 
 
 def scale_head_(model: LlamaForCausalLM, factor: float) -> LlamaForCausalLM:

@@ -58,8 +58,8 @@ def sweep(
     """Run a grid of models, schemes, tasks and seeds, and go on with it after anything.
 
     A cell that has its record in --out is not run again. Exit status: 0, every cell has its numbers
-    or its scheme cannot be done on its model; 1, some cell failed; 2, nothing ran or nothing more can be
-    written; 130, interrupted.
+    or its scheme cannot be done on its model; 1, some cell failed; 2, nothing ran or nothing more
+    can be written; 130, interrupted.
 
     Example: oasis-eval sweep results/sweeps/smollm2.yaml --dry-run
     """

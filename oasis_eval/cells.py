@@ -6,11 +6,9 @@ import functools
 import importlib.metadata
 import subprocess
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 
 from oasis_eval import ranks
 from oasis_eval.diagnostics.measure import VERSION as DIAGNOSTICS_VERSION
@@ -20,6 +18,7 @@ from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.harness.run import TaskData
 from oasis_eval.parsing import content_hash
 from oasis_eval.prepared import PreparedModel
+from oasis_eval.quant.libraries import PACKAGES
 from oasis_eval.record import SCHEMA_VERSION, DataInfo, Provenance, RunRecord
 from oasis_eval.spec import Backend, Dtype, ModelCard, RunSpec
 
@@ -27,9 +26,6 @@ NUMBERS_VERSION = 1
 """Raised when a change of the code changes numbers that no protocol version covers."""
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "lm_eval", "datasets", "numpy")
-_BACKEND_LIBRARIES: Mapping[Backend, str] = MappingProxyType(
-    {"bitsandbytes": "bitsandbytes", "quanto": "optimum-quanto", "torchao": "torchao"}
-)
 
 
 @dataclass(slots=True)
@@ -140,7 +136,7 @@ def versions(backend: Backend = "none") -> dict[str, str]:
         backend: Of the scheme; a library that runs it is in, and only then.
     """
     found = {name: _version(name) for name in _LIBRARIES}
-    library = _BACKEND_LIBRARIES.get(backend)
+    library = PACKAGES.get(backend)
     if library is not None:
         try:
             found[library] = _version(library)

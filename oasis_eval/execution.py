@@ -1,4 +1,4 @@
-"""Cells become records: the only place where models are loaded, measured and their results kept.
+"""Cells become records: one load a checkpoint, one scheme at a time, whatever fails a record too.
 
 A cell whose record exists is not run again, a cell that another process works on is left to it, and
 a cell that fails becomes a record while the others go on. One load serves every scheme of a model.
@@ -43,7 +43,7 @@ class Rules:
     """How cells are run; nothing here changes a number."""
 
     retry_failed: bool = True
-    """Whether a cell whose record says `failed` is run again."""
+    """Whether a cell whose record has no numbers is run again, if anything can run it."""
     cell_seconds: float | None = None
     """Most seconds that a cell may take, and that putting a scheme on a model may."""
     quiet: bool = False

@@ -1,4 +1,4 @@
-"""The only place where a checkpoint becomes a (quantized) model.
+"""The only way from a card to a model, and to that model under a scheme and back.
 
 `load` reads a checkpoint once; `prepare` puts that one model under a scheme for the length of a
 `with` block and takes it back bit for bit, so several schemes cost one load.

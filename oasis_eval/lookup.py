@@ -36,7 +36,7 @@ def finished_record(out: Path, cell: Cell, *, retry_failed: bool) -> RunRecord |
     Args:
         out: Folder of records.
         cell: With its texts and the digest of its checkpoint.
-        retry_failed: Whether a failed attempt leaves something to be done.
+        retry_failed: Whether an attempt without numbers leaves something to be done.
 
     Raises:
         RecordError: The record is damaged.

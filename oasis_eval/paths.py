@@ -18,7 +18,10 @@ def data_folder(name: Literal["models", "tasks", "results"]) -> Path:
 
 
 def cache_folder() -> Path:
-    """Return where converted checkpoints are kept: `$OASIS_EVAL_CACHE`, else the user's cache."""
+    """Return where converted checkpoints, reference passes and tokens are kept.
+
+    It is `$OASIS_EVAL_CACHE`, else `oasis-eval` in the user's cache.
+    """
     given = os.environ.get("OASIS_EVAL_CACHE")
     if given:
         return Path(given)

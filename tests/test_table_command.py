@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
+import yaml
 
 from oasis_eval.cli import output
 from oasis_eval.record import write_record
+from tests import tiny
 from tests.command_line import CommandLine
 from tests.report.comparisons import store, text_record, windows
 from tests.report.samples import gallery, loss, record
@@ -31,6 +35,36 @@ def test_failed_runs_can_be_left_out(tmp_path: Path, call: CommandLine) -> None:
     assert "wiki40b" in first.out
     assert (second.status, second.err) == (0, "")
     assert "wiki40b" not in second.out
+
+
+def test_folders_of_one_name_are_seeds_of_one_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: CommandLine
+) -> None:
+    """As the page on tables says: one row, mean and deviation by hand."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text(tiny.prose(300))
+    options = ["--scheme", "fp32", "--task", "text", "--data", "text=notes.txt", "--window", 64]
+    values = []
+    for seed in (1, 2):
+        tiny.save(tmp_path / f"s{seed}" / "oasis", model=tiny.build_model(seed=seed))
+        card = {
+            "name": "oasis",
+            "family": "llama",
+            "label": f"mini, oasis, seed {seed}",
+            "source": {"kind": "dir", "path": "oasis"},
+        }
+        (tmp_path / f"s{seed}" / "oasis.yaml").write_text(yaml.safe_dump(card))
+        words = ["evaluate", f"s{seed}/oasis", "--seed", seed, *options, "--out", "seeds"]
+        result = call([*words, "--json", "--quiet"])
+        metrics = json.loads(result.out)["metrics"]
+        values += [item["value"] for item in metrics if item["name"] == "token_perplexity"]
+    (row,) = csv.DictReader(call(["table", "seeds", "--format", "csv"]).out.splitlines())
+
+    assert row["label"] == "mini, oasis"
+    (mean,) = (float(text) for name, text in row.items() if name.endswith("token_perplexity/fp32"))
+    assert mean == pytest.approx(statistics.mean(values), rel=1e-12)
+    (deviation,) = (float(text) for name, text in row.items() if name.endswith("/std"))
+    assert deviation == pytest.approx(statistics.stdev(values), rel=1e-12)
 
 
 @pytest.mark.parametrize("number", [2, 5, 6])

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from oasis_eval.cli import options, output
-
-if TYPE_CHECKING:
-    pass
-
-DEFAULT_RECORDS = Path("results/runs")
 
 
 def models() -> None:
@@ -42,7 +37,7 @@ def tasks() -> None:
     ]
     output.print_rows(("task", "default protocol", "data set (or --data NAME=FILE)"), rows)
     print()  # noqa: T201 - the command's output
-    names = [*DEFAULTS, "gsm8k-5shot"]
+    names = [*DEFAULTS, "gsm8k-5shot", "passkey-1024"]
     output.print_rows(
         ("protocol", "meaning"), [(name, parse_protocol(name).summary) for name in names]
     )
@@ -78,6 +73,7 @@ def schemes(
         "",
         *refused,
         f"Any name of the form {GRAMMAR} is a scheme; X and Y are 2 to 8 or 16 bits.",
+        "fp8, mxfp4 and nvfp4 take -smooth, -rot and -gptq too, and fp8 groups: fp8-g128-rot.",
         "Others are YAML files. Without -real, quantized values are computed in floating point.",
     ]
     print("\n".join(lines))  # noqa: T201 - the command's output
@@ -91,7 +87,7 @@ def convert(
             help="A plain Llama or Qwen3: anything that `evaluate` takes as MODEL.",
         ),
     ],
-    variant: Annotated[str, typer.Option(help="vanilla, oasis, outeffhop, residual-oasis, ...")],
+    variant: Annotated[str, typer.Option(help="vanilla, oasis, aos, residual-outeffhop, ...")],
     out: Annotated[Path, typer.Option(help="Folder to write; its card is OUT.yaml beside it.")],
     wiring: Annotated[
         str | None,

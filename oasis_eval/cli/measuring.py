@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from oasis_eval.record import RunRecord
     from oasis_eval.spec import EvaluationSpec
 
-DEFAULT_RECORDS = Path("results/runs")
-
 
 def evaluate(
     models: Annotated[
@@ -48,17 +46,19 @@ def evaluate(
         int | None,
         typer.Option(help="First N windows, documents (rolling protocols) or questions."),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of records.")] = DEFAULT_RECORDS,
+    out: Annotated[Path, typer.Option(help="Folder of records.")] = options.RECORDS,
     batch_size: Annotated[int, typer.Option(help="Sequences of one forward pass.")] = 1,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, mps or xpu.")] = "cpu",
     dtype: Annotated[
         str | None,
         typer.Option(help="fp32, bf16 or fp16; default: fp32 on the CPU, bf16 elsewhere."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed that the model was trained with: tables average over seeds.")
+    ] = 0,
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(help="Tokens of the longest answer; default: 256, for mini_gsm 64."),
+        typer.Option(help="Tokens of the longest answer; default: 256, mini_gsm 64, passkey 16."),
     ] = None,
     chat_template: Annotated[
         bool, typer.Option("--chat-template", help="Ask questions through the chat template.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 import typer
@@ -12,11 +13,13 @@ if TYPE_CHECKING:
     from oasis_eval.spec import Dtype
 
 
+RECORDS = Path("results/runs")
+"""Where records go and come from unless told otherwise."""
 SETTINGS = typer.Option(
     "--set",
     metavar="SETTING=VALUE",
-    help="Another value than the variant's: coupling_beta=fixed, token_log_n=2. "
-    "docs/variants.md lists them. Repeatable.",
+    help="Another value than the variant's: coupling_beta=fixed, token_log_n=2; a wrong name lists "
+    "all. Repeatable.",
 )
 """The option that `settings` reads."""
 

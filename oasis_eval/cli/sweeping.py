@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from oasis_eval.cli import output
+from oasis_eval.cli import options, output
 
 if TYPE_CHECKING:
     from oasis_eval.spec import SweepSpec
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from oasis_eval.sweep.ledger import Ledger
     from oasis_eval.sweep.run import Plan
 
-DEFAULT_RECORDS = Path("results/runs")
 _MOST_REASONS = 20
 
 Executor = Literal["local", "ray"]
@@ -24,7 +23,7 @@ Executor = Literal["local", "ray"]
 
 def sweep(
     grid: Annotated[Path, typer.Argument(metavar="GRID.yaml", help="Models, schemes, tasks.")],
-    out: Annotated[Path, typer.Option(help="Folder of records.")] = DEFAULT_RECORDS,
+    out: Annotated[Path, typer.Option(help="Folder of records.")] = options.RECORDS,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the cells and what they would take; run none.")
     ] = False,
@@ -36,7 +35,7 @@ def sweep(
         float | None, typer.Option(metavar="SECONDS", help="Most seconds that a cell may take.")
     ] = None,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Also run cells again whose record says failed.")
+        bool, typer.Option("--retry-failed", help="Run cells again, too, that have no numbers.")
     ] = False,
     executor: Annotated[
         Executor, typer.Option(help="Where cells run: here, or on the nodes of a Ray cluster.")

@@ -10,7 +10,6 @@ import typer
 from oasis_eval.cli import options, output
 from oasis_eval.errors import SpecError
 
-DEFAULT_RECORDS = Path("results/runs")
 PARQUET = "parquet"
 
 
@@ -136,7 +135,7 @@ def import_(
         list[Path],
         typer.Argument(metavar="RESULTS...", help="lm-eval's --output_path, or files in it."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of records.")] = DEFAULT_RECORDS,
+    out: Annotated[Path, typer.Option(help="Folder of records.")] = options.RECORDS,
 ) -> None:
     """Make records of lm-eval's result files, so that tables show its numbers beside ours.
 

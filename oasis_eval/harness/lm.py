@@ -18,11 +18,18 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from oasis_eval import ranks
 from oasis_eval.corpus import encode, head_tokens
 from oasis_eval.errors import DataError, SpecError
-from oasis_eval.harness.protocols import Details, Plan, Window, parse_protocol, plan, prefix_token
+from oasis_eval.harness.protocols import (
+    DEFAULT_NEW_TOKENS,
+    Details,
+    Plan,
+    Window,
+    parse_protocol,
+    plan,
+    prefix_token,
+)
 from oasis_eval.harness.scoring import Scorer, WindowScore
 from oasis_eval.prepared import PreparedModel
 
-DEFAULT_NEW_TOKENS = 256
 _KNOWN_GENERATION = {"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k"}
 
 

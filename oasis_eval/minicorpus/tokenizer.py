@@ -24,7 +24,6 @@ LARGEST_NUMBER = 99
 """Numbers from 0 up to this are one token."""
 _PATTERN = r"'s| ?\p{L}+| ?\p{N}+| ?#+| ?[^\s\p{L}\p{N}#]|\n+|\s"
 _NUM_DOCUMENTS = 500
-_LENGTH = 256
 
 
 def folder() -> Path:

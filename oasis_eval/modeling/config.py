@@ -175,6 +175,7 @@ class OasisConfigMixin(OasisSettings):
         self._check_token_level()
         self._check_depth_level()
         self._check_coupling()
+        self._check_unused()
 
     def _check_blocks(self) -> None:
         if self.wiring not in BLOCK_WIRINGS:
@@ -258,6 +259,23 @@ class OasisConfigMixin(OasisSettings):
                 f"null_coupling needs the null mass of attention; token_normalizer "
                 f"{self.token_normalizer!r} leaves out mass without defining a null"
             )
+
+    def _check_unused(self) -> None:
+        """Refuse what nothing reads: the name of an ablation would say what the model is not."""
+        idle = {
+            "coupling_": "null_coupling is off" if not self.null_coupling else "",
+            "clip_": ""
+            if self.token_normalizer == "clipped_softmax"
+            else f"token_normalizer is {self.token_normalizer!r}",
+            "depth_recency_init": "depth_recency is 'none'" if self.depth_recency == "none" else "",
+        }
+        for field in dataclasses.fields(OasisSettings):
+            reason = "".join(text for name, text in idle.items() if field.name.startswith(name))
+            value = getattr(self, field.name)
+            if reason and value != field.default:
+                raise SpecError(
+                    f"{field.name} is {value!r}, which does nothing where {reason}; leave it out"
+                )
 
 
 class LlamaOasisConfig(OasisConfigMixin, LlamaConfig):

@@ -17,7 +17,7 @@ from oasis_eval.spec import Dimension, TableSpec
 
 _LEGEND: dict[Status, str] = {
     "failed": "the run ended with an error",
-    "unsupported": "not supported by the backend",
+    "unsupported": "the scheme cannot be done on this model or by its backend",
     "missing": "not evaluated",
     "reference": "what relative changes refer to",
     "undefined": "no change relative to a value that is missing, zero, not finite or at the floor",
@@ -171,15 +171,24 @@ def _warnings(
 
 
 def model_labels(members: Sequence[Observation]) -> dict[str, str]:
-    """Return what each model is called; two models with one label get their names beside it."""
+    """Return what each model is called; two models with one label get their names beside it.
+
+    Checkpoints of several seeds are called by what their labels have in common.
+    """
     labels = {
-        group[0].model: min(item.label for item in group)
+        group[0].model: _common({item.label for item in group}) or group[0].model
         for group in grouped(members, lambda item: item.model)
     }
     count = {label: list(labels.values()).count(label) for label in labels.values()}
     return {
         name: f"{label} ({name})" if count[label] > 1 else label for name, label in labels.items()
     }
+
+
+def _common(labels: set[str]) -> str:
+    """Return the parts between commas that all labels have, in their order."""
+    parts = [label.split(", ") for label in sorted(labels)]
+    return ", ".join(part for part in parts[0] if all(part in each for each in parts))
 
 
 def _by_prefix(grid: Grid, axis: int) -> dict[Place, list[Observation]]:

@@ -86,7 +86,7 @@ class TensorFormat(Spec):
 
 
 class Calibration(Spec):
-    """Text that fixes static activation ranges."""
+    """Text that fixes static activation ranges, and that SmoothQuant and GPTQ look at."""
 
     corpus: str = "builtin"
     """`builtin` (the text shipped with the suite), a data-set name of `tasks`, or a path."""

@@ -22,7 +22,6 @@ from oasis_eval.sweep.lastwords import last_words
 
 _PATIENCE_SECONDS = 5.0
 """After which a host answers, though there is nothing to say: it can be told something then."""
-_MOST_KEPT = 10_000
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

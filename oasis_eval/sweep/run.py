@@ -30,7 +30,7 @@ class Plan:
     jobs: int | None = None
     """Processes; None: this one."""
     retry_failed: bool = False
-    """Whether cells that failed in an earlier sweep are run again."""
+    """Whether cells that have no numbers from an earlier sweep are run again."""
     cell_seconds: float | None = None
     """Most seconds that a cell may take."""
     resources: Resources | None = None

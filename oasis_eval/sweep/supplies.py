@@ -23,7 +23,7 @@ def supplies(out: Path, cell: Cell) -> dict[str, str]:
     found: dict[str, str] = {}
     for key in keys:
         path = out / f"{key}.json"
-        if not path.exists() or _has_failed(path):
+        if not path.exists() or _has_no_numbers(path):
             continue
         for file in (path, out / f"{key}.samples.jsonl"):
             if file.exists():
@@ -31,8 +31,8 @@ def supplies(out: Path, cell: Cell) -> dict[str, str]:
     return found
 
 
-def _has_failed(path: Path) -> bool:
+def _has_no_numbers(path: Path) -> bool:
     try:
-        return read_record(path).status == "failed"
+        return read_record(path).status != "ok"
     except RecordError:  # it is as damaged where it goes
         return False

@@ -50,8 +50,23 @@ REFUSED: dict[str, tuple[OasisSettings, str]] = {
         "coupling_beta_value",
     ),
     "clamp of nothing": (OasisSettings(coupling_logit_clamp=0.0), "coupling_logit_clamp"),
-    "negative alpha": (OasisSettings(clip_alpha=-1.0), "clip_alpha"),
-    "small zeta": (OasisSettings(clip_zeta=0.5), "clip_zeta"),
+    "negative alpha": (
+        OasisSettings(token_normalizer="clipped_softmax", clip_alpha=-1.0),
+        "clip_alpha is -1.0; expected",
+    ),
+    "small zeta": (
+        OasisSettings(token_normalizer="clipped_softmax", clip_zeta=0.5),
+        "clip_zeta is 0.5; expected",
+    ),
+    "stretch of nothing": (OasisSettings(clip_zeta=1.1), "does nothing where token_normalizer"),
+    "detail of no coupling": (
+        OasisSettings(coupling_block_psi="max"),
+        "coupling_block_psi is 'max', which does nothing where null_coupling is off",
+    ),
+    "start of no recency": (
+        OasisSettings(wiring="attnres_block", depth_recency_init=2.0),
+        "does nothing where depth_recency is 'none'",
+    ),
     "no training length": (
         OasisSettings(token_normalizer="clipped_softmax", clip_train_length=0),
         "clip_train_length",

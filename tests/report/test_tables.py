@@ -71,6 +71,23 @@ def test_seeds_give_mean_and_standard_deviation() -> None:
     assert actual.num_seeds == 3
 
 
+@pytest.mark.parametrize(
+    ("labels", "shown"),
+    [
+        (("mini, oasis, seed 1", "mini, oasis, seed 2"), "mini, oasis"),
+        (("mini, oasis, seed 1, 9 steps", "mini, oasis, seed 2, 9 steps"), "mini, oasis, 9 steps"),
+        (("OASIS", "OASIS"), "OASIS"),
+        (("first", "second"), "a"),
+    ],
+)
+def test_seeds_are_called_by_what_they_have_in_common(labels: tuple[str, str], shown: str) -> None:
+    """A row of two seeds that says one of them would be wrong about the other."""
+    records = [ppl("a", "fp32", 5.0, seed=seed, label=label) for seed, label in enumerate(labels)]
+    table = build_table(records, PPL)
+
+    assert [line.labels[0].text for line in table.rows] == [shown]
+
+
 def test_seeds_as_rows_are_not_averaged() -> None:
     """With the seed as a dimension each seed is a row."""
     records = [ppl("a", "fp32", 5.0 + seed, seed=seed) for seed in (10, 9)]

@@ -6,7 +6,6 @@ Our own layout, the public formats of attention residuals, and checkpoints that 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint
 from oasis_eval.errors import CheckpointError
-from oasis_eval.modeling.formats.folder import read_public, write_as_ours
+from oasis_eval.modeling.formats.folder import read_config, read_public, write_as_ours
 from oasis_eval.modeling.registration import register
 from oasis_eval.quant import storage
 from oasis_eval.quant.backends import Storable
@@ -62,7 +61,7 @@ def read(folder: Path, content: str, *, dtype: Dtype, device: str) -> Pretrained
     """
     register()
     folder, notes = _as_ours(folder, content)
-    stored = storage.stored_scheme(_read_config(folder), origin=str(folder))
+    stored = storage.stored_scheme(read_config(folder), origin=str(folder))
     applied = None
     if stored is None:
         model, warnings = _load_model(folder, dtype)
@@ -154,7 +153,7 @@ def _load_model(folder: Path, dtype: Dtype) -> tuple[Any, tuple[str, ...]]:
     # transformers prints a load report of its own; what matters of it is checked below.
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    config = _read_config(folder)
+    config = read_config(folder)
     if "quantization_config" in config:
         raise CheckpointError(
             f"{folder}: the checkpoint is quantized already (quantization_config in config.json); "
@@ -198,12 +197,6 @@ def _load_quantized(
         applied = storage.restore_(model, stored, folder, dtype=DTYPES[dtype])
     cast_(model, DTYPES[dtype])
     return model, applied
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    with checkpoint.as_checkpoint_error(f"{folder}: config.json cannot be read"):
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {}
 
 
 def _compare_with_files(model: nn.Module, folder: Path) -> None:

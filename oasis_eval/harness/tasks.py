@@ -68,7 +68,19 @@ def questions(  # noqa: PLR0913 - lm-eval hands over every key of a task's metad
     loaded_train: corpus.Corpus | None = None,
     **_: object,
 ) -> dict[str, datasets.Dataset]:
-    """Build a task's test questions and, where examples are shown, its training questions."""
+    """Build a task's test questions and, where examples are shown, its training questions.
+
+    Args:
+        corpus_name: Data set of `corpus`.
+        data: Local file in the place of its test split.
+        fewshot_data: Local file in the place of its training split.
+        shots: Examples before each question; with none no training split is read.
+        loaded: The test split, if it is at hand.
+        loaded_train: The training split, if it is.
+
+    Raises:
+        DataError: A split cannot be had.
+    """
     test = loaded or corpus.load(corpus_name, data=data)
     splits = {"test": datasets.Dataset.from_list(list(test.rows))}
     train = loaded_train

@@ -1,4 +1,4 @@
-"""Splits of the generated corpus: rows that the tasks read, documents and tokens to train on.
+"""Splits of the generated corpus: rows that the tasks read, documents to train on.
 
 Every row has a stream of draws of its own, fixed by kind, split, seed and number, so any part can
 be made anywhere and is the same.
@@ -127,34 +127,6 @@ def _as_prompt(chance: Chance, split: Split, difficulty: Difficulty) -> str:
     """Return a problem as the prompt of GSM8K has it; see `tasks/_gsm8k.yaml`."""
     question, answer = problem(chance, split, difficulty)
     return f"Question: {question}\nAnswer: {answer}"
-
-
-def token_blocks(
-    tokenizer: Tokenizer,
-    length: int,
-    *,
-    split: Split = "train",
-    seed: int,
-    settings: Settings = DEFAULTS,
-) -> Iterator[list[int]]:
-    """Yield blocks of `length` token ids without end, cut from one stream of documents.
-
-    Args:
-        tokenizer: Its start token goes before each document and its end token behind.
-        length: Tokens of a block.
-        split: As of `documents`.
-        seed: As of `documents`.
-        settings: As of `documents`.
-    """
-    start, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-    if start is None or end is None:
-        raise SpecError("the tokenizer of training text needs a start token and an end token")
-    stream: list[int] = []
-    for text in documents(split, seed=seed, settings=settings):
-        stream += [start, *tokenizer.encode(text, add_special_tokens=False), end]
-        while len(stream) >= length:
-            yield stream[:length]
-            del stream[:length]
 
 
 def sample(split: Split, *, seed: int, count: int, settings: Settings = DEFAULTS) -> list[str]:

@@ -169,7 +169,17 @@ def sink(logits: Tensor, mask: Tensor | None, sink_logit: Tensor) -> Normalized:
 def clipped_softmax(
     logits: Tensor, mask: Tensor | None = None, *, gamma: float, zeta: float = 1.0
 ) -> Normalized:
-    """Softmax stretched to [gamma, zeta] and then cut to [0, 1], so that 0 and 1 are reachable."""
+    """Softmax stretched to [gamma, zeta] and then cut to [0, 1], so that 0 and 1 are reachable.
+
+    Args:
+        logits: [..., S].
+        mask: Boolean, broadcastable to `logits`; False hides an entry.
+        gamma: Lower end of the stretch, 0 or less: -alpha / training length.
+        zeta: Upper end, 1 or more.
+
+    Returns:
+        Weights [..., S] that need not sum to 1; no null mass is defined.
+    """
     probs = _softmax(logits, mask)
     clipped = ((zeta - gamma) * probs + gamma).clamp(0.0, 1.0)
     return Normalized(clipped.to(logits.dtype), None)

@@ -83,7 +83,14 @@ def pseudo_query_logits(query_D: Tensor, sources: Sequence[Source]) -> Tensor:
 
 
 def couple(logits_BTS: Tensor, psi_BTS: Tensor, beta: Tensor | float, *, centred: bool) -> Tensor:
-    """Lower depth logits by the null mass of their sources, s - beta (psi - mean psi)."""
+    """Lower depth logits by the null mass of their sources, s - beta (psi - mean psi).
+
+    Args:
+        logits_BTS: Depth logits of a read over S sources.
+        psi_BTS: Null mass of the attention in each source, mean over heads, 0 to 1.
+        beta: Strength, 0 or more; one number for the read.
+        centred: Whether the mean over sources is taken off psi first.
+    """
     shift_BTS = psi_BTS - psi_BTS.mean(dim=-1, keepdim=True) if centred else psi_BTS
     return logits_BTS - beta * shift_BTS
 

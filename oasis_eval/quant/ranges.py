@@ -97,7 +97,8 @@ def clipping_errors(
     """Return the squared error of every clipping ratio, summed over `dims` in float64.
 
     Errors are relative to the squared end of the range, so that tiny values do not underflow.
-    `largest` is that of `make_grid`.
+    `dims` are those that a range of `span` covers, kept with length 1; `largest` is that of
+    `make_grid`.
 
     Returns:
         [ratios, ...] with the dimensions of `span`.
@@ -125,7 +126,14 @@ def weight_range(
 ) -> Range:
     """Return the range of a weight (or of its groups) as the format estimates it.
 
-    `largest` is that of `make_grid`.
+    Args:
+        x: The weight, or a part of it, in fp32.
+        fmt: Its `ranges` say how: min-max, least squared error or a percentile.
+        dims: Dimensions that share a range.
+        largest: That of `make_grid`.
+
+    Returns:
+        Low and high ends with the shape of `x`, `dims` of length 1.
     """
     span = minmax(x, dims)
     if fmt.ranges == "mse":

@@ -8,6 +8,12 @@ from pathlib import Path
 import oasis_eval
 
 
+def threads(number: int) -> dict[str, str]:
+    """Return the environment variables that give a process so many threads."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return dict.fromkeys(names, str(number))
+
+
 def command(module: str) -> list[str]:
     """Return the command that runs `main` of a module of this package.
 

@@ -22,7 +22,6 @@ from oasis_eval.sweep.lastwords import last_words
 
 _PATIENCE_SECONDS = 5.0
 """After which a host answers, though there is nothing to say: it can be told something then."""
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Host:
@@ -101,7 +100,7 @@ class Host:
             text=True,
             encoding="utf-8",
             cwd=self._folder,
-            env={**os.environ, **dict.fromkeys(_THREADS, str(self._num_threads))},
+            env={**os.environ, **child.threads(self._num_threads)},
         )
         threading.Thread(target=_listen, args=(self._process, self._lines), daemon=True).start()
         return self._process

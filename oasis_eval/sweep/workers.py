@@ -32,8 +32,6 @@ from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.request import CellRequest, Event, Work
 from oasis_eval.sweep.worker import OUTPUT_STATUS
 
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
 
 @dataclass(slots=True)
 class _Worker:
@@ -141,7 +139,7 @@ class Team:
             stderr=errors,
             text=True,
             encoding="utf-8",
-            env={**os.environ, **dict.fromkeys(_THREADS, str(threads))},
+            env={**os.environ, **child.threads(threads)},
         )
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once, as will be seen

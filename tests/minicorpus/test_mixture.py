@@ -1,4 +1,4 @@
-"""Rows, documents and blocks: repeatable anywhere, splits apart, in the prompt's form."""
+"""Rows and documents: repeatable anywhere, splits apart, in the prompt's form."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from itertools import islice
 
 import pytest
 
@@ -185,29 +184,6 @@ def test_other_shares_are_refused(share: float) -> None:
         Settings(problem_share=share)
     with pytest.raises(SpecError, match=r"repeat_share .*expected 0 to 1"):
         Settings(repeat_share=share)
-
-
-def test_blocks_are_the_documents_between_start_and_end_tokens() -> None:
-    """Nothing lost, nothing added, whatever the length of a block."""
-    words = tokenizer.load()
-    expected: list[int] = []
-    for text in mixture.sample("train", seed=5, count=12):
-        expected += [1, *words.encode(text, add_special_tokens=False), 2]
-
-    for length in (7, 256):
-        count = len(expected) // length
-        blocks = list(islice(mixture.token_blocks(words, length, seed=5), count))
-        assert {len(block) for block in blocks} == {length}
-        assert [token for block in blocks for token in block] == expected[: count * length]
-
-
-def test_blocks_need_start_and_end_tokens() -> None:
-    """A tokenizer without one is refused by name of the matter."""
-    words = tokenizer.load()
-    words.bos_token = None
-
-    with pytest.raises(SpecError, match="start token and an end token"):
-        next(mixture.token_blocks(words, 8, seed=0))
 
 
 def test_rows_are_plain_json() -> None:

@@ -336,7 +336,7 @@ def test_mass_is_conserved(normalizer: Normalizer, rows: np.ndarray) -> None:
     probs, null_mass = apply(normalizer, torch.from_numpy(rows))
     total = probs.double().sum(-1)
 
-    assert ((probs >= 0) & (probs <= 1)).all()
+    assert ((probs >= 0) & (probs <= 1 + 1e-6)).all()  # projections round where entries just vanish
     if null_mass is not None:
         torch.testing.assert_close(total + null_mass, torch.ones_like(total), atol=1e-6, rtol=0)
     elif normalizer.kind in ("softmax", "sparsemax", "entmax15"):

@@ -197,7 +197,8 @@ def _taps_of(model: Any, scheme: QuantScheme) -> Iterator[str]:
             if point in missing:
                 raise UnsupportedSchemeError(
                     f"scheme {scheme.name!r}: region {region} cannot be quantized in "
-                    f"{type(model).__name__}: {missing[point]}; leave it out of 'regions'"
+                    f"{type(model).__name__}: {missing[point]}; leave it out of 'regions' of a "
+                    "YAML scheme, or quantize linear layers alone (w8a8, w8a8-static-linear)"
                 )
         # Scores and weights exist on the explicit path alone.
         is_explicit = {"attention_scores", "attention_probs"} & set(regions)

@@ -87,7 +87,7 @@ def resolve(name: str) -> ModelCard:
     if _HUB_ID.match(name):
         return _hub_card(name)
     parts = [part.strip() for part in name.split(",")]
-    if len(parts) > 1 and set(parts) <= set(known):
+    if len(parts) > 1 and all(part in known or Path(part).exists() for part in parts):
         raise SpecError(f"{name}: models have spaces between them: {' '.join(parts)}")
     raise UnknownNameError("model", name, known)
 

@@ -10,6 +10,12 @@ import pytest
 
 from oasis_eval import cli
 
+# A shell starts background jobs with SIGINT ignored, and their children inherit that.
+INTERRUPTIBLE = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from oasis_eval.cli import main; main()"
+)
+
 
 class Result(NamedTuple):
     """What a call of the command line left."""

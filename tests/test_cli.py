@@ -22,6 +22,7 @@ import oasis_eval
 from oasis_eval import cli
 from oasis_eval.record import RunRecord, read_records
 from tests import tiny
+from tests.command_line import INTERRUPTIBLE
 
 OPTIONS = {
     "evaluate": [
@@ -521,16 +522,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-# A shell starts background jobs with SIGINT ignored, and their children inherit that.
-_INTERRUPTIBLE = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from oasis_eval.cli import main; main()"
-)
-
-
 def _start(arguments: Sequence[object]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", _INTERRUPTIBLE, *map(str, arguments)],
+        [sys.executable, "-c", INTERRUPTIBLE, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

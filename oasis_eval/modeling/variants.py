@@ -95,8 +95,13 @@ def variant_name(
     name: str, wiring: str, changes: Mapping[str, object] = MappingProxyType({})
 ) -> str:
     """Return how a variant is called, with whatever is not its own: `oasis (oasis_repo)`."""
-    other = [] if wiring == resolve_variant(name).wiring else [wiring]
-    other += [f"{setting} {value}" for setting, value in changes.items() if setting != "wiring"]
+    own = resolve_variant(name)
+    other = [] if wiring == own.wiring else [wiring]
+    other += [
+        f"{setting} {value}"
+        for setting, value in changes.items()
+        if setting != "wiring" and value != getattr(own, setting)
+    ]
     return f"{name} ({', '.join(other)})" if other else name
 
 

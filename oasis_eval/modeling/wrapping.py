@@ -95,7 +95,12 @@ def _depth_reasons(config: OasisConfig) -> list[str]:
         reasons.append(f"depth_null_value {config.depth_null_value}: the reads are not uniform")
     if config.null_coupling and config.token_normalizer in ("softmax1", "sink"):
         reasons.append(
-            "null_coupling: depth weights follow the null mass of attention, weakly at first "
-            f"(beta {math.log1p(math.exp(config.coupling_beta_raw_init)):.2g})"
+            "null_coupling: depth weights follow the null mass of attention, "
+            + (
+                f"with beta {config.coupling_beta_value:.2g}"
+                if config.coupling_beta_value is not None
+                else "at first with beta "
+                f"{math.log1p(math.exp(config.coupling_beta_raw_init)):.2g}, which is learned"
+            )
         )
     return reasons

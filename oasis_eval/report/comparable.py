@@ -78,7 +78,7 @@ def check_pair(first: Observation, second: Observation) -> None:
 
 
 def check_names(observations: Sequence[Observation]) -> None:
-    """Refuse two schemes under one name, and two checkpoints of one model under one seed.
+    """Refuse two schemes under one name, and checkpoints that are not the seeds they pass for.
 
     Raises:
         RecordError: Naming both and what to do.
@@ -87,7 +87,16 @@ def check_names(observations: Sequence[Observation]) -> None:
         _one_value(group, "scheme_sha256", f"scheme {group[0].scheme!r}", "keep one")
     known = [item for item in observations if item.checkpoint_sha256 is not None]
     for group in grouped(known, lambda item: (item.model, item.seed)):
-        _one_value(group, "checkpoint_sha256", f"model {group[0].model!r}", "keep one")
+        advice = "if these are seeds of one model, measure each with its own --seed; else keep one"
+        _one_value(group, "checkpoint_sha256", f"model {group[0].model!r}", advice)
+    for group in grouped(known, lambda item: (item.model, item.checkpoint_sha256)):
+        seeds = sorted({item.seed for item in group})
+        if len(seeds) > 1:
+            raise RecordError(
+                f"model {group[0].model!r}: seeds {seeds[0]} and {seeds[1]} are one checkpoint "
+                f"({shown(group[0].checkpoint_sha256)[:16]}), and a mean over it would be of one "
+                f"seed; keep one with '--where seed={seeds[0]}'"
+            )
 
 
 def check_cell(observations: Sequence[Observation]) -> list[Observation]:

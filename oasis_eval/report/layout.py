@@ -110,12 +110,14 @@ def narrower(table: Table) -> str:
 
 
 def shorter(table: Table) -> str:
-    """Say what to do about a table with too many rows."""
+    """Say what to do about a table with too many rows, or notes where there is one row."""
     values = {
         name: list(dict.fromkeys(line.place[level] for line in table.rows))
         for level, name in enumerate(table.row_dimensions)
     }
     name = max(values, key=lambda name: len(values[name]))
+    if len(values[name]) < 2:
+        return narrower(table)
     return f"keep fewer rows (--where {name}={values[name][0]})"
 
 

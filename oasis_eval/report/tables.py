@@ -28,6 +28,8 @@ from oasis_eval.spec import Dimension, TableSpec
 REFERENCE = "reference"
 """As a baseline: the scheme that quantizes nothing."""
 
+_PARTIAL_NOTE = "Changes between means of other seeds are over the seeds that both have."
+
 
 @dataclass(frozen=True, slots=True)
 class _Baseline:
@@ -294,6 +296,8 @@ def _with_changes(grid: Grid, spec: TableSpec, baseline: _Baseline) -> Grid:
         for column, cell in zip(grid.columns, cells, strict=True)
     }
 
+    partial: list[tuple[Place, Place]] = []
+
     def referred(place: Place) -> Place:
         return (*place[:index], baseline.value, *place[index + 1 :])
 
@@ -307,7 +311,12 @@ def _with_changes(grid: Grid, spec: TableSpec, baseline: _Baseline) -> Grid:
             there = (row.place, referred(column.place))
         if there == (row.place, column.place) and own.status == "ok":
             return Cell("reference", kind="change", metric=own.metric)
-        return _change(own, at.get(there, Cell("missing")))
+        members = (grid.members.get((row.place, column.place), ()), grid.members.get(there, ()))
+        shared = _shared_seeds(*members)
+        if shared is None:
+            return _change(own, at.get(there, Cell("missing")))
+        partial.append(there)
+        return _change(*(_cell([i for i in items if i.seed in shared], spec) for items in members))
 
     def doubled(lines: tuple[Line, ...], *, leave_out_baseline: bool) -> tuple[Line, ...]:
         result = []
@@ -323,7 +332,16 @@ def _with_changes(grid: Grid, spec: TableSpec, baseline: _Baseline) -> Grid:
     else:
         columns = doubled(columns, leave_out_baseline=not by_rows)
     cells = tuple(tuple(cell(row, column) for column in columns) for row in rows)
-    return dataclasses.replace(grid, rows=rows, columns=columns, cells=cells)
+    notes = (*grid.notes, *([_PARTIAL_NOTE] if partial else []))
+    return dataclasses.replace(grid, rows=rows, columns=columns, cells=cells, notes=notes)
+
+
+def _shared_seeds(own: Sequence[Observation], base: Sequence[Observation]) -> set[int] | None:
+    """Return the seeds that both have numbers of; None where all are shared, or none is."""
+    seeds, others = (
+        {item.seed for item in items if item.value is not None} for items in (own, base)
+    )
+    return (seeds & others or None) if seeds != others else None
 
 
 def _change(cell: Cell, base: Cell) -> Cell:

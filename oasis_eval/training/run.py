@@ -95,8 +95,12 @@ class Outcome:
     def lines(self) -> list[str]:
         """Describe it for a reader, a line at a time."""
         path, card = self.folder.path, self.folder.card_file
+        seed = self.info.identity.seed
         if self.already_finished:
-            return [f"{path} is finished: nothing to do (train anew with --overwrite)", _hint(card)]
+            return [
+                f"{path} is finished: nothing to do (train anew with --overwrite)",
+                _hint(card, seed),
+            ]
         seconds = sum(session.seconds or 0.0 for session in self.info.sessions)
         log = self.folder.log()
         held_out = [line["held_out_loss"] for line in log if "held_out_loss" in line]
@@ -106,7 +110,7 @@ class Outcome:
         return [
             f"Trained: {path} ({self.info.identity.steps} steps, {seconds:.0f} s{again})",
             f"Loss: {last}, {held_out[0]:.4f} -> {held_out[-1]:.4f} nats a token on held-out text",
-            _hint(card),
+            _hint(card, seed),
         ]
 
 
@@ -353,5 +357,5 @@ def _write(
     folder.write(info)
 
 
-def _hint(card: Path) -> str:
-    return f"Card: {card}   Evaluate: oasis-eval evaluate {card}"
+def _hint(card: Path, seed: int) -> str:
+    return f"Card: {card}   Evaluate: oasis-eval evaluate {card} --seed {seed}"

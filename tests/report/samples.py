@@ -124,7 +124,7 @@ def record(
         else (),
         warnings=warnings,
         provenance=Provenance(
-            checkpoint_sha256=digest(model + checkpoint),
+            checkpoint_sha256=digest(model + checkpoint + (f"seed {seed}" if seed else "")),
             versions={"torch": "2.13.0"},
             device="cpu",
             dtype="fp32",

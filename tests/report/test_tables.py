@@ -15,6 +15,7 @@ import pandas as pd
 import pytest
 
 from oasis_eval.errors import RecordError, SpecError, UnknownNameError
+from oasis_eval.parsing import parse
 from oasis_eval.record import RunRecord
 from oasis_eval.report.footnotes import warning_note
 from oasis_eval.report.grid import Cell, Table
@@ -24,6 +25,7 @@ from oasis_eval.spec import TableSpec
 from tests.report.samples import gallery, loss, record
 
 PPL = TableSpec(metrics=("token_perplexity",))
+BY_REFERENCE = {"baseline": "reference", "change": "columns"}
 
 
 def cell(table: Table, row: int, column: int) -> Cell:
@@ -86,6 +88,32 @@ def test_seeds_are_called_by_what_they_have_in_common(labels: tuple[str, str], s
     table = build_table(records, PPL)
 
     assert [line.labels[0].text for line in table.rows] == [shown]
+
+
+def test_changes_are_over_the_seeds_that_both_have() -> None:
+    """By hand; a mean over other seeds would be a change that no seed shows."""
+    records = [ppl("a", "fp32", value, seed=seed) for seed, value in enumerate((4.0, 5.0, 9.0))]
+    records += [ppl("a", "w4a4", value, seed=seed) for seed, value in enumerate((5.0, 6.0))]
+    table = build_table(
+        records, parse(TableSpec, PPL.with_rows(("scheme",)) | BY_REFERENCE, origin="t")
+    )
+
+    values = [line[0].value for line in table.cells]
+    assert values == pytest.approx([6.0, 5.5])
+    change = table.cells[1][1]
+    assert change.kind == "change"
+    assert change.value == pytest.approx((5.5 / 4.5 - 1.0) * 100.0)
+    assert "Changes between means of other seeds are over the seeds that both have." in table.notes
+
+
+def test_one_checkpoint_is_no_second_seed() -> None:
+    """A deviation of zero over it would pass for certainty."""
+    records = [ppl("a", "fp32", 5.0, seed=0)]
+    again = records[0].spec.model_copy(update={"seed": 3})
+    records.append(records[0].model_copy(update={"spec": again, "key": "f" * 64}))
+
+    with pytest.raises(RecordError, match=r"'a': seeds 0 and 3 are one checkpoint .* seed=0"):
+        build_table(records, PPL)
 
 
 def test_seeds_as_rows_are_not_averaged() -> None:

@@ -21,6 +21,7 @@ from oasis_eval.spec import SweepSpec
 from oasis_eval.sweep.cluster import Resources
 from oasis_eval.sweep.ledger import Ledger
 from oasis_eval.sweep.run import Plan, sweep
+from tests.command_line import INTERRUPTIBLE
 from tests.sweep.conftest import Grids, content
 
 pytestmark = [
@@ -140,8 +141,8 @@ def test_a_sweep_that_ends_early_leaves_nothing_behind_but_records(
     whole = grid(schemes=["fp32", "w8a8", "w4a4", "w8a8-g16"])
     sweep(whole, Plan(Path("alone")), io.StringIO())
     Path("grid.yaml").write_text(yaml.safe_dump(whole.model_dump(mode="json", exclude_unset=True)))
-    nodes.set(sleep=2.0)
-    command = [sys.executable, "-m", "oasis_eval", "sweep", "grid.yaml", "--out", "runs"]
+    nodes.set(sleep=5.0)
+    command = [sys.executable, "-c", INTERRUPTIBLE, "sweep", "grid.yaml", "--out", "runs"]
     driver = subprocess.Popen(
         [*command, "--executor", "ray", "--address", nodes.cluster.address],
         stderr=subprocess.PIPE,
@@ -157,6 +158,7 @@ def test_a_sweep_that_ends_early_leaves_nothing_behind_but_records(
     assert ("run the same command again" in said) == (how == signal.SIGINT)
     until(lambda: not any(Path(f"/proc/{number}").exists() for number in at_work))
     nodes.clear()
+    nodes.set()
     before = len(list(Path("runs").glob("*.json")))
     assert 1 <= before < 8
     ledger, _ = run(whole, "runs", nodes.cluster.address)

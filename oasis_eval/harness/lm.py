@@ -18,15 +18,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from oasis_eval import ranks
 from oasis_eval.corpus import encode, head_tokens
 from oasis_eval.errors import DataError, SpecError
-from oasis_eval.harness.protocols import (
-    DEFAULT_NEW_TOKENS,
-    Details,
-    Plan,
-    Window,
-    parse_protocol,
-    plan,
-    prefix_token,
-)
+from oasis_eval.harness import protocols
+from oasis_eval.harness.protocols import Details, Plan, Window, parse_protocol, plan, prefix_token
 from oasis_eval.harness.scoring import Scorer, WindowScore
 from oasis_eval.prepared import PreparedModel
 
@@ -368,7 +361,7 @@ class _Generation:
             for name in ("temperature", "top_p", "top_k"):
                 if name in options:
                     sampling[name] = options[name]
-        new_tokens = int(options.get("max_gen_toks", DEFAULT_NEW_TOKENS))
+        new_tokens = int(options.get("max_gen_toks", protocols.DEFAULT_NEW_TOKENS))
         return cls([stop for stop in stops if stop], new_tokens, sampling)
 
 

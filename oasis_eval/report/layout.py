@@ -17,6 +17,7 @@ from oasis_eval.report.numbers import (
     format_value,
     format_with_error,
 )
+from oasis_eval.spec import Dimension
 
 BEST = "*"
 """Stands before the best of a column where nothing can be bold."""
@@ -95,10 +96,7 @@ def dimension_header(dimension: str) -> str:
 
 def narrower(table: Table) -> str:
     """Say what to do about a table with too many columns."""
-    values = {
-        name: list(dict.fromkeys(line.place[level] for line in table.columns))
-        for level, name in enumerate(table.column_dimensions)
-    }
+    values = _values(table.columns, table.column_dimensions)
     name = max(values, key=lambda name: len(values[name]))
     if len(values[name]) < 2:
         return "give its models shorter labels ('label' of a card)"
@@ -111,14 +109,19 @@ def narrower(table: Table) -> str:
 
 def shorter(table: Table) -> str:
     """Say what to do about a table with too many rows, or notes where there is one row."""
-    values = {
-        name: list(dict.fromkeys(line.place[level] for line in table.rows))
-        for level, name in enumerate(table.row_dimensions)
-    }
+    values = _values(table.rows, table.row_dimensions)
     name = max(values, key=lambda name: len(values[name]))
     if len(values[name]) < 2:
         return narrower(table)
     return f"keep fewer rows (--where {name}={values[name][0]})"
+
+
+def _values(lines: Sequence[Line], dimensions: Sequence[Dimension]) -> dict[Dimension, list[str]]:
+    """Return the values of each dimension along an axis."""
+    return {
+        name: list(dict.fromkeys(line.place[level] for line in lines))
+        for level, name in enumerate(dimensions)
+    }
 
 
 def plain(text: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -20,6 +18,7 @@ from oasis_eval.report.render import escape_markdown, render
 from oasis_eval.report.tables import build_table, load_spec
 from oasis_eval.spec import TableSpec
 from tests.report.samples import NASTY, gallery, record, scheme
+from tests.report.tex import NEEDS_TEX, compiled
 
 SPECIAL = "".join(sorted(set(r"&%$#_{}~^\<>|*`[]()!-+='\",.:;@?/ ab1")))
 names = st.text(alphabet=SPECIAL, min_size=1, max_size=20)
@@ -158,10 +157,7 @@ def test_latex_escapes_odd_text_in_every_place() -> None:
     assert r"wiki\_ppl" in text
 
 
-@pytest.mark.skipif(
-    shutil.which("pdflatex") is None,
-    reason="pdflatex is missing: install texlive-latex-recommended (Debian) or another TeX",
-)
+@NEEDS_TEX
 def test_latex_compiles_with_booktabs_alone(tmp_path: Path) -> None:
     """Every built-in table and one with odd text everywhere compiles."""
     tables = [
@@ -169,26 +165,4 @@ def test_latex_compiles_with_booktabs_alone(tmp_path: Path) -> None:
         for name in ("results", "perplexity", "schemes", "gsm8k")
     ]
     tables.append((Path(__file__).parent / "golden" / "comparison.tex").read_text(encoding="utf-8"))
-    source = "\n".join(
-        [
-            r"\documentclass{article}",
-            r"\usepackage{booktabs}",
-            r"\begin{document}",
-            *tables,
-            _odd_everywhere(),
-            r"\end{document}",
-        ]
-    )
-    (tmp_path / "table.tex").write_text(source, encoding="utf-8")
-    done = subprocess.run(
-        ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "table.tex"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=120,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert (tmp_path / "table.pdf").stat().st_size > 0
+    compiled(tmp_path, [*tables, _odd_everywhere()])

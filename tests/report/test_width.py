@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from oasis_eval.report.tables import build_table, load_spec
 from oasis_eval.spec import TableSpec
 from tests.command_line import CommandLine
 from tests.report.samples import record
+from tests.report.tex import NEEDS_TEX, compiled
 
 PPL = TableSpec(metrics=("token_perplexity",), uncertainty="none")
 SCHEMES = [f"w{weights}a{inputs}" for weights in (8, 6, 5, 4) for inputs in (8, 7, 6, 5, 4)]
@@ -87,25 +86,12 @@ def test_a_table_that_is_too_tall_says_so() -> None:
     assert "keep fewer rows (--where model=m0)" in note
 
 
-@pytest.mark.skipif(
-    shutil.which("pdflatex") is None,
-    reason="pdflatex is missing: install texlive-latex-recommended (Debian) or another TeX",
-)
+@NEEDS_TEX
 @pytest.mark.parametrize(("models", "schemes"), [(60, 1), (60, 8), (80, 9), (60, 11), (90, 4)])
 def test_tex_finds_it_as_tall(tmp_path: Path, models: int, schemes: int) -> None:
     """TeX says by how many points a float is too large for its page, 550 points of text."""
     table = _tall(models, schemes)
-    source = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + render_latex(table)
-    (tmp_path / "t.tex").write_text(source + r"\end{document}", encoding="utf-8")
-    said = subprocess.run(
-        ["pdflatex", "-interaction=nonstopmode", "t.tex"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        timeout=120,
-        check=False,
-    ).stdout
+    said = compiled(tmp_path, [render_latex(table)])
     excess = re.search(r"Float too large for page by ([0-9.]+)pt", said)
     assert excess is not None, said[-2000:]
 

@@ -10,6 +10,7 @@ from transformers import GPT2Config
 from oasis_eval.errors import SpecError, UnknownNameError
 from oasis_eval.modeling.config import OasisSettings, apply_settings
 from oasis_eval.modeling.variants import VARIANT_NAMES, build_config, resolve_variant
+from oasis_eval.modeling.wrapping import reasons_of_change
 from tests.modeling.tiny import BACKBONES, base_config, settings_of, tiny_config
 
 REFUSED: dict[str, tuple[OasisSettings, str]] = {
@@ -81,6 +82,21 @@ def test_invalid_settings_name_the_field(name: str) -> None:
 
     with pytest.raises(SpecError, match=message):
         apply_settings(base_config("llama"), settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "at first with beta 0.0067, which is learned"),  # log(1 + e^-5)
+        ({"coupling_beta": "fixed", "coupling_beta_value": 1.5}, "with beta 1.5"),
+    ],
+)
+def test_a_wrapped_model_is_told_its_own_coupling(changes: dict[str, object], said: str) -> None:
+    """The strength that acts, learned or fixed."""
+    settings = dataclasses.replace(settings_of("oasis"), **changes)
+    reasons = reasons_of_change(apply_settings(base_config("llama"), settings))
+
+    assert f"null_coupling: depth weights follow the null mass of attention, {said}" in reasons
 
 
 def test_gate_that_does_not_divide_is_refused() -> None:

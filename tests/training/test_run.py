@@ -176,6 +176,8 @@ def test_finished_run_is_left_alone(place: Path, finished: Path) -> None:
     outcome = run(plan(place), finished)
 
     assert outcome.already_finished
+    seed = outcome.info.identity.seed
+    assert outcome.lines()[-1].endswith(f".yaml --seed {seed}")
     assert (finished / "model.safetensors").stat().st_mtime_ns == before
 
 

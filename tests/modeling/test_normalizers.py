@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import entmax
 import numpy as np
 import pytest
 import torch
@@ -16,6 +17,7 @@ from oasis_eval.errors import SpecError, UnknownNameError
 from oasis_eval.modeling.normalizers import (
     Normalized,
     Normalizer,
+    NormalizerName,
     clip_gamma,
     clipped_softmax,
     normalize,
@@ -294,6 +296,25 @@ def test_nan_is_not_hidden(normalizer: Normalizer) -> None:
 
     assert probs[0].isnan().any()
     assert torch.isfinite(probs[1]).all()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 0.3, 3.0], ids=lambda scale: f"x{scale}")
+@pytest.mark.parametrize("kind", ["sparsemax", "entmax15"])
+def test_wide_supports(kind: NormalizerName, scale: float) -> None:
+    """From all of 300 entries to a few: more than are sorted at first, and fewer, side by side."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 300, generator=generator, dtype=torch.float64) * scale
+    logits[0] *= 10.0
+    wanted, _ = reference(Normalizer(kind), logits.numpy())
+    probs = apply(Normalizer(kind), logits).probs
+
+    torch.testing.assert_close(probs, torch.from_numpy(wanted), rtol=0.0, atol=1e-10)
+    whole = {"sparsemax": entmax.sparsemax, "entmax15": entmax.entmax15}[kind]
+    narrow = logits.float()
+    shifted = narrow - narrow.amax(-1, keepdim=True)
+    assert torch.equal(apply(Normalizer(kind), narrow).probs, whole(shifted, dim=-1))
+    if scale < 0.1:
+        assert (probs[1:] > 0.0).sum(-1).min() > 32
 
 
 def test_clipping_reaches_both_bounds() -> None:

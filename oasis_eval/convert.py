@@ -159,6 +159,7 @@ def convert(card: ModelCard, plan: Plan, *, out: Path, overwrite: bool = False) 
             dtype=dtype,
             label=f"{card.label}, {variant}",
             context_length=card.context_length,
+            seed=card.seed,
         )
         deviation = compare(before_TV, _logits(loading.load(written, dtype="fp32").model, ids_1T))
         if not reasons and not deviation.max_logit_difference <= KEPT:

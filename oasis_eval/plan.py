@@ -25,6 +25,7 @@ from oasis_eval.spec import (
     Calibration,
     Dtype,
     EvaluationSpec,
+    ModelCard,
     QuantScheme,
     RunSpec,
     TaskRef,
@@ -53,6 +54,8 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
     chosen = [(scheme, unsupported(scheme)) for scheme in distinct]
     dtype: Dtype = spec.dtype or ("fp32" if spec.device == "cpu" else "bf16")
     references = {scheme: _reference_dtype(scheme, dtype) for scheme, _ in chosen}
+    seeds = _each(lambda card: _seed(card, spec.seed), cards, problems)
+    _refuse(problems)
     only_questions = all(is_question(task) for task in tasks)
     if spec.diagnostics and only_questions and None not in references.values():
         raise SpecError(
@@ -68,7 +71,7 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
                 scheme=scheme,
                 task=task,
                 dtype=scheme.dtype or dtype,
-                seed=spec.seed,
+                seed=seed,
                 batch_size=spec.batch_size,
                 device=spec.device,
                 diagnostics=spec.diagnostics and not is_question(task) and refusal is None,
@@ -80,7 +83,7 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
             calibration_file=spec.data.get("calibration"),
             reference_dtype=references[scheme],
         )
-        for name, card in zip(spec.models, cards, strict=True)
+        for name, card, seed in zip(spec.models, cards, seeds, strict=True)
         for scheme, refusal in chosen
         for task in tasks
     ]
@@ -105,6 +108,18 @@ def _refuse(problems: list[OasisError]) -> None:
         raise problems[0]
     if problems:
         raise SpecError("; ".join(map(str, problems)))
+
+
+def _seed(card: ModelCard, given: int | None) -> int:
+    """Return the seed of a model's numbers."""
+    if given is None:
+        return card.seed or 0
+    if card.seed not in (None, given):
+        raise SpecError(
+            f"{card.name}: found seed {given}, but its card says that it was trained with seed "
+            f"{card.seed}; leave --seed out, or correct the card"
+        )
+    return given
 
 
 def _reference_dtype(scheme: QuantScheme, dtype: Dtype) -> Dtype | None:

@@ -133,6 +133,7 @@ def quantize(card: ModelCard, plan: Plan, *, out: Path) -> Written:
             dtype=dtype,
             label=f"{card.label}, {scheme.name}",
             context_length=card.context_length,
+            seed=card.seed,
         )
         del model, prepared, reference, applied
         _check_same(before, coverage, written, dtype)

@@ -37,10 +37,11 @@ def test_failed_runs_can_be_left_out(tmp_path: Path, call: CommandLine) -> None:
     assert "wiki40b" not in second.out
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["card", "option"])
 def test_folders_of_one_name_are_seeds_of_one_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: CommandLine
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: CommandLine, known: bool
 ) -> None:
-    """As the page on tables says: one row, mean and deviation by hand."""
+    """As the page on tables says: one row, mean and deviation by hand, the seed from the card."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text(tiny.prose(300))
     options = ["--scheme", "fp32", "--task", "text", "--data", "text=notes.txt", "--window", 64]
@@ -52,9 +53,11 @@ def test_folders_of_one_name_are_seeds_of_one_model(
             "family": "llama",
             "label": f"mini, oasis, seed {seed}",
             "source": {"kind": "dir", "path": "oasis"},
+            "seed": seed if known else None,
         }
         (tmp_path / f"s{seed}" / "oasis.yaml").write_text(yaml.safe_dump(card))
-        words = ["evaluate", f"s{seed}/oasis", "--seed", seed, *options, "--out", "seeds"]
+        words = ["evaluate", f"s{seed}/oasis", *options, "--out", "seeds"]
+        words += [] if known else ["--seed", seed]
         result = call([*words, "--json", "--quiet"])
         metrics = json.loads(result.out)["metrics"]
         values += [item["value"] for item in metrics if item["name"] == "token_perplexity"]

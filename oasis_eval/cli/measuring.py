@@ -54,8 +54,12 @@ def evaluate(
         typer.Option(help="fp32, bf16 or fp16; default: fp32 on the CPU, bf16 elsewhere."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Seed that the model was trained with: tables average over seeds.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            help="Seed that the model was trained with, where its card does not say: tables "
+            "average over seeds."
+        ),
+    ] = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(help="Tokens of the longest answer; default: 256, mini_gsm 64, passkey 16."),

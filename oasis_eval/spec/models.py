@@ -83,3 +83,5 @@ class ModelCard(Spec):
     """Row label in tables; says when weights were quantized before (GGUF)."""
     context_length: int | None = Field(default=None, ge=1)
     """Positions the model was trained for; None: the configuration's."""
+    seed: int | None = Field(default=None, ge=0)
+    """Seed that the model was trained with, which tables average over; None: not known."""

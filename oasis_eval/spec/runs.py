@@ -109,4 +109,5 @@ class EvaluationSpec(Settings):
     schemes: tuple[str, ...] = Field(default=("fp32", "w8a8", "w4a4"), min_length=1)
     """Preset names or YAML files."""
     tasks: tuple[str, ...] = Field(default=("wikitext2",), min_length=1)
-    seed: int = 0
+    seed: int | None = None
+    """Seed that the models were trained with; None: what their cards say, or 0."""

@@ -59,7 +59,8 @@ class SweepSpec(Settings):
     tasks: tuple[str, ...] = Field(default=("wikitext2",), min_length=1)
     seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     """Seeds that models were trained with. A model whose name has no `{seed}` is measured once,
-    under the first of them, since nothing else in an evaluation is random."""
+    under its card's seed or else the first of them, since nothing else in an evaluation is random.
+    """
     exclude: tuple[Exclusion, ...] = ()
     include: tuple[Inclusion, ...] = ()
 

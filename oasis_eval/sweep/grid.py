@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
+from oasis_eval import registry
 from oasis_eval.cells import Cell
-from oasis_eval.errors import SpecError, named
+from oasis_eval.errors import OasisError, SpecError, named
 from oasis_eval.harness.protocols import TASKS, fits, parse_protocol
 from oasis_eval.parsing import parse, read_yaml
 from oasis_eval.plan import cells_of
@@ -70,16 +73,26 @@ def expand(grid: SweepSpec) -> list[Cell]:
 def _calls(grid: SweepSpec) -> Iterator[EvaluationSpec]:
     """Yield one call a seed, as `evaluate` would have it; a seed that no model asks for is none."""
     settings = grid.model_dump(include=set(Settings.model_fields))
-    for seed in grid.seeds:
+    for place, asked in enumerate(grid.seeds):
         models = [
-            name.replace(SEED, str(seed))
+            (asked if SEED in name else _own_seed(name, grid), name.replace(SEED, str(asked)))
             for name in grid.models
-            if SEED in name or seed == grid.seeds[0]
+            if SEED in name or place == 0
         ]
-        if models:
+        for seed, group in groupby(models, key=itemgetter(0)):
+            names = tuple(name for _, name in group)
             yield EvaluationSpec(
-                models=tuple(models), schemes=grid.schemes, tasks=grid.tasks, seed=seed, **settings
+                models=names, schemes=grid.schemes, tasks=grid.tasks, seed=seed, **settings
             )
+
+
+def _own_seed(name: str, grid: SweepSpec) -> int:
+    """Return the seed of a model that is in the grid once."""
+    try:
+        known = registry.resolve(name).seed
+    except OasisError:  # said with everything else that does not exist
+        known = None
+    return grid.seeds[0] if known is None else known
 
 
 def _included(grid: SweepSpec, inclusion: Inclusion) -> Iterator[EvaluationSpec]:

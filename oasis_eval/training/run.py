@@ -95,11 +95,10 @@ class Outcome:
     def lines(self) -> list[str]:
         """Describe it for a reader, a line at a time."""
         path, card = self.folder.path, self.folder.card_file
-        seed = self.info.identity.seed
         if self.already_finished:
             return [
                 f"{path} is finished: nothing to do (train anew with --overwrite)",
-                _hint(card, seed),
+                _hint(card),
             ]
         seconds = sum(session.seconds or 0.0 for session in self.info.sessions)
         log = self.folder.log()
@@ -110,7 +109,7 @@ class Outcome:
         return [
             f"Trained: {path} ({self.info.identity.steps} steps, {seconds:.0f} s{again})",
             f"Loss: {last}, {held_out[0]:.4f} -> {held_out[-1]:.4f} nats a token on held-out text",
-            _hint(card, seed),
+            _hint(card),
         ]
 
 
@@ -350,6 +349,7 @@ def _write(
         dtype=weights,
         label=f"{label}, {name}, seed {identity.seed}{override}",
         context_length=identity.recipe.context,
+        seed=identity.seed,
     )
     content = card.model_dump(mode="json", exclude_none=True)
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
@@ -357,5 +357,5 @@ def _write(
     folder.write(info)
 
 
-def _hint(card: Path, seed: int) -> str:
-    return f"Card: {card}   Evaluate: oasis-eval evaluate {card} --seed {seed}"
+def _hint(card: Path) -> str:
+    return f"Card: {card}   Evaluate: oasis-eval evaluate {card}"

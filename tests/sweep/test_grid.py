@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -78,6 +79,30 @@ def test_seeds_are_those_of_models(rows: Rows) -> None:
         ("./y", "fp32", "text", "gptq-2048", 1),
         ("./x-s0", "fp32", "text", "gptq-2048", 0),
     ]
+
+
+def test_a_card_knows_its_seed(
+    folder: Path, tmp_path: Path, rows: Rows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is taken where the grid does not name one for the model, and contradicted by nothing."""
+    for name in ("x-s0", "x-s1", "y"):
+        shutil.copytree(folder / name, tmp_path / name)
+    for name, seed in (("x-s1", 1), ("y", 7)):
+        source = f"{{kind: dir, path: {name}}}"
+        card = f"{{name: x, family: llama, label: X, source: {source}, seed: {seed}}}"
+        (tmp_path / f"{name}.yaml").write_text(card)
+    settings = {"schemes": ["fp32"], "tasks": ["text"]}
+
+    def seeds(models: list[str], **changes: object) -> list[tuple[str, int]]:
+        monkeypatch.chdir(tmp_path)
+        return [(row[0], row[-1]) for row in rows(models=models, **settings, **changes)]
+
+    assert seeds(["./y", "./x-s0", "./x-s1"]) == [("./y", 7), ("./x-s0", 0), ("./x-s1", 1)]
+    assert seeds(["./x-s{seed}", "./y"], seeds=[1, 0]) == [("./x-s1", 1), ("./y", 7), ("./x-s0", 0)]
+    (tmp_path / "x-s2").mkdir()
+    (tmp_path / "x-s1.yaml").rename(tmp_path / "x-s2.yaml")
+    with pytest.raises(SpecError, match=r"found seed 2, but its card says .* seed 1"):
+        rows(models=["x-s{seed}.yaml"], seeds=[2], **settings)
 
 
 def test_an_exclusion_leaves_out_what_matches_all_its_fields(rows: Rows) -> None:

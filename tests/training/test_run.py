@@ -89,6 +89,7 @@ def test_folder_is_a_checkpoint_with_a_card(finished: Path) -> None:
 
         assert reference.card.variant == "vanilla"
         assert reference.card.label == "tiny, vanilla, seed 0"
+        assert reference.card.seed == 0
         assert reference.context_length == 16
         assert reference.model.config.use_cache
         assert reference.tokenizer.eos_token_id == reference.model.config.eos_token_id
@@ -176,8 +177,7 @@ def test_finished_run_is_left_alone(place: Path, finished: Path) -> None:
     outcome = run(plan(place), finished)
 
     assert outcome.already_finished
-    seed = outcome.info.identity.seed
-    assert outcome.lines()[-1].endswith(f".yaml --seed {seed}")
+    assert outcome.lines()[-1].endswith(f"oasis-eval evaluate {finished}.yaml")
     assert (finished / "model.safetensors").stat().st_mtime_ns == before
 
 

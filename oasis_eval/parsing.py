@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -98,14 +100,39 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
     """Put a pydantic error into one line: key, what was found, what was expected."""
     parts = []
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or kind.__name__
+        where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            known = ", ".join(sorted(kind.model_fields))
-            parts.append(f"unknown key {where!r} (known: {known})")
+            *path, name = item["loc"]
+            parts.append(f"unknown key {where!r} ({_instead(str(name), _known(kind, path))})")
         elif item["type"] == "missing":
             parts.append(f"key {where!r} is missing")
         else:
             message = _PLAIN_WORDS.get(item["type"]) or item["msg"].removeprefix("Value error, ")
             shown = "" if isinstance(item["input"], dict) else f", found {item['input']!r:.80}"
-            parts.append(f"{where}: {message}{shown}")
+            parts.append(f"{where}: {message}{shown}" if where else f"{message}{shown}")
     return "; ".join(parts)
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """Return what a wrong key may have been meant to be."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"
+
+
+def _known(kind: type[BaseModel], path: Sequence[int | str]) -> set[str]:
+    """Return the keys that settings have at a place inside `kind`."""
+    kinds = {kind}
+    for part in path:
+        fields = [kind.model_fields[part] for kind in kinds if part in kind.model_fields]
+        # A position in a list, or the tag of a union, leads to no other type.
+        kinds = {found for field in fields for found in _models(field.annotation)} or kinds
+    return {name for kind in kinds for name in kind.model_fields}
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    """Yield the settings types in an annotation, however they are wrapped."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

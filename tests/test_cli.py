@@ -434,15 +434,21 @@ def test_a_text_without_enough_to_score(
     assert result.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("key", ["bit", "weight", "activation"])
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [("bit", "known: activations"), ("weight", "'weights'?"), ("weights.bots", "'bits'?")],
+)
 def test_a_wrong_key_of_a_yaml_scheme(
-    call: Call, arguments: Arguments, tmp_path: Path, key: str
+    call: Call, arguments: Arguments, tmp_path: Path, key: str, hint: str
 ) -> None:
-    """Is named with the keys that would be right."""
+    """Is named with the key that was meant, or with those that there are."""
     path = tmp_path / "mine.yaml"
-    path.write_text(f"name: mine\n{key}: 4\nweights: {{bits: 4, granularity: channel}}\n")
+    outer, _, inner = key.partition(".")
+    more = f", {inner}: 3" if inner else ""
+    weights = f"weights: {{bits: 4, granularity: channel{more}}}\n"
+    path.write_text(f"name: mine\n{weights}" + ("" if inner else f"{outer}: 4\n"))
 
-    _clear(call(arguments("--scheme", path)), "mine.yaml", f"unknown key '{key}'", "known: ")
+    _clear(call(arguments("--scheme", path)), "mine.yaml", f"unknown key '{key}'", hint)
 
 
 def test_a_truncated_shard_keeps_what_is_finished(

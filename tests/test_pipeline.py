@@ -616,7 +616,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_refused(
         ({"batch_size": 0}, SpecError, "batch_size"),
         ({"dtype": "fp8"}, SpecError, "dtype"),
         ({"device": "tpu"}, SpecError, "device"),
-        ({"limits": 3}, SpecError, "unknown key 'limits' \\(known: batch_size"),
+        ({"limits": 3}, SpecError, r"unknown key 'limits' \(did you mean 'limit'\?\)"),
     ],
 )
 def test_what_does_not_exist_is_refused_before_anything_runs(

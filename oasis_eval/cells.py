@@ -80,7 +80,8 @@ class Cell:
                 ),
                 **({"diagnostics": DIAGNOSTICS_VERSION} if self.spec.diagnostics else {}),
                 **({"fidelity": FIDELITY_VERSION} if self.spec.fidelity else {}),
-                "card": self.card.model_dump(mode="json", exclude={"name", "source"}),
+                # Its seed is in `spec`, whoever said it.
+                "card": self.card.model_dump(mode="json", exclude={"name", "source", "seed"}),
                 "checkpoint": self.digest,
                 "data": [info.sha256 for info in self.data.infos],
                 "calibration": self.calibration.sha256 if self.calibration else None,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import datasets
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import LlamaModel
 
@@ -216,6 +217,18 @@ def test_a_folder_has_one_key_however_it_is_named(
     for name in ("./tiny", "tiny", "tiny/", f"{run.model}/", str(link), f"{run.model}/../tiny"):
         call = run(models=[name])
         assert (call.num_forward, call.report.num_reused) == (0, 1), name
+
+
+def test_a_seed_is_one_key_whoever_says_it(run: Runner, tmp_path: Path) -> None:
+    """The card or the call; another seed is another run."""
+    card = {"family": "llama", "label": "tiny", "source": {"kind": "dir", "path": str(run.model)}}
+    for name, more in (("plain", {}), ("seeded", {"seed": 3})):
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"name": "m", **card, **more}))
+    run(models=[str(tmp_path / "plain.yaml")], seed=3)
+
+    seeded = run(models=[str(tmp_path / "seeded.yaml")])
+    assert (seeded.report.num_reused, seeded.report.records[0].spec.seed) == (1, 3)
+    assert run(models=[str(tmp_path / "plain.yaml")]).report.num_reused == 0
 
 
 # --- several schemes, one load ------------------------------------------------------------------

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 from scipy import stats
+
+from oasis_eval import registry
+from oasis_eval.spec import DirSource, TrainRecipe
+from oasis_eval.training import recipes
 
 REFERENCE = Path(__file__).parents[2] / "results" / "reference"
 PAGE = (REFERENCE / "mini-family.md").read_text(encoding="utf-8")
@@ -153,3 +162,105 @@ def test_no_model_has_a_sink() -> None:
     """Which is why the first claim cannot be tested."""
     assert "no head of any model has a sink (rate 0)" in PAGE
     assert (VALUES.xs("sink_rate", level="metric")["value"] == 0.0).all()
+
+
+# --- the script behind it -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Loads `results/reference/mini_family.py`."""
+    spec = importlib.util.spec_from_file_location("mini_family", REFERENCE / "mini_family.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_its_models_are_those_of_the_page(script: ModuleType) -> None:
+    """Names, labels and seeds of the values, each once."""
+    made = [
+        (f"mini-{member.name}", member.label, seed)
+        for member in script.MEMBERS
+        for seed in member.seeds
+    ]
+
+    assert len(set(made)) == len(made)
+    rows = VALUES.reset_index()[["model", "label", "seed"]].drop_duplicates()
+    assert set(made) == set(rows.itertuples(index=False, name=None))
+
+
+@pytest.mark.parametrize("section", ["block", "authors", "residual", "ablations"])
+def test_it_writes_the_tables_of_the_page(script: ModuleType, section: str) -> None:
+    """From the values by seed, whose cells the tests above have recomputed."""
+    values: dict[tuple[str, str, str], dict[int, float]] = {}
+    for (model, scheme, metric, seed), value in VALUES["value"].items():
+        values.setdefault((model.removeprefix("mini-"), scheme, metric), {})[seed] = value
+
+    text = script.section_of(values, *script.SECTIONS[section])
+    assert f"<!-- tables: {section} -->\n\n{text}\n<!-- end: {section} -->\n" in PAGE
+
+
+def test_what_ships_was_trained_by_its_commands(script: ModuleType) -> None:
+    """Same recipe as the one that ships, and variant, wiring and seed of the member."""
+    members = {f"mini-{member.name}": member for member in script.MEMBERS}
+    cards = {name: card for name, card in registry.cards().items() if name.startswith("mini-")}
+    for name, card in cards.items():
+        assert isinstance(card.source, DirSource)
+        text = (Path(card.source.path) / "training.json").read_text(encoding="utf-8")
+        identity = json.loads(text)["identity"]
+        words = members[name].arguments.split()
+        asked = dict(zip(words[::2], words[1::2], strict=True))
+
+        assert TrainRecipe.model_validate(identity["recipe"]) == recipes.resolve("mini")
+        assert (card.label, card.seed, identity["seed"]) == (members[name].label, 1, 1)
+        assert identity["variant"] == asked.pop("--variant")
+        assert identity["wiring"] == asked.pop("--wiring", "attnres_block") or "residual" in name
+        assert (asked, identity.get("settings", {})) == ({}, {})
+
+
+def test_seed_1_of_all_comes_first(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every model is trained, called by its label, and measured under that card."""
+    calls: list[tuple[str, ...]] = []
+
+    def call(*words: str) -> None:
+        calls.append(words)
+        if words[0] == "train":
+            (out,) = (Path(word.partition("=")[2]) for word in words if word.startswith("--out="))
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.with_name(f"{out.name}.yaml").write_text("name: x\nlabel: y\n")
+
+    monkeypatch.setattr(script, "call", call)
+    script.run(script.MEMBERS, tmp_path, jobs=1)
+
+    trained = [words for words in calls if words[0] == "train"]
+    seeds = [int(words[-2].removeprefix("--seed=")) for words in trained]
+    assert seeds == sorted(seeds)
+    assert len(trained) == sum(len(member.seeds) for member in script.MEMBERS)
+    assert len(calls) == 4 * len(trained)
+    for at in range(0, len(calls), 4):
+        card = Path(calls[at][-1].removeprefix("--out=")).with_suffix(".yaml")
+        assert {words[:2] for words in calls[at + 1 : at + 4]} == {("evaluate", str(card))}
+    found = yaml.safe_load((tmp_path / "s1" / "mini-gated-g1.yaml").read_text())
+    assert found == {"name": "x", "label": "gated G1"}
+
+
+def test_a_job_that_fails_ends_the_run(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has not begun is not begun."""
+    begun: list[str] = []
+
+    def make(member: object, seed: int, out: Path) -> None:
+        begun.append(member.name)  # type: ignore[attr-defined]
+        if len(begun) == 2:
+            raise RuntimeError("out of disk")
+
+    monkeypatch.setattr(script, "make", make)
+    with pytest.raises(RuntimeError, match="out of disk"):
+        script.run(script.MEMBERS, tmp_path, jobs=1)
+    assert len(begun) == 2

@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from tqdm import tqdm
-
+from oasis_eval import progress
 from oasis_eval.cells import Cell, versions
 from oasis_eval.errors import DataError, OasisError, OutputError
 from oasis_eval.fidelity import Fidelity, answer_flips, compare
@@ -126,7 +125,7 @@ class Baseline:
         except OasisError:  # scoring says the same, in the cell's own record
             return
         what = f"unquantized in {reference.dtype} on {cell.spec.task.name}"
-        for window in tqdm(windows, desc=what, disable=self._quiet, leave=False):
+        for window in progress.bar(windows, what=what, quiet=self._quiet, leave=False):
             reference.fill(window)
         self._windows[id(cell)] = windows
 

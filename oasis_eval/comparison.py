@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tqdm import tqdm
-
+from oasis_eval import progress
 from oasis_eval.baseline import NO_REFERENCE
 from oasis_eval.cells import versions
 from oasis_eval.fidelity import WORST_TOKENS, Fidelity, compare
@@ -86,12 +85,12 @@ class Comparison:
                 part_names=tuple(parts.groups("layer")),
             )
             subject = Subject(prepared, parts, self.short, self.reference)
-            steps = tqdm(
+            steps = progress.bar(
                 measure(subject, found),
+                what="layer by layer",
+                quiet=None,
                 total=1 + len(found.part_names),
-                desc="layer by layer",
                 leave=False,
-                disable=None,  # where there is no terminal
             )
             *_, whole = steps  # the last one has them all
         return summary(whole)

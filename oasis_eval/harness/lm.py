@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from tqdm import tqdm
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from oasis_eval import ranks
+from oasis_eval import progress, ranks
 from oasis_eval.corpus import encode, head_tokens
 from oasis_eval.errors import DataError, SpecError
 from oasis_eval.harness import protocols
@@ -226,7 +225,7 @@ class OasisLM(TemplateLM):
 
     def _score(self, windows: Sequence[Window], disable_tqdm: bool) -> list[WindowScore]:
         hidden = self._quiet or disable_tqdm
-        with tqdm(total=len(windows), desc="scoring", unit="window", disable=hidden) as bar:
+        with progress.bar(what="scoring", quiet=hidden, total=len(windows), unit="window") as bar:
             return self.scorer.score(windows, batch_size=self.batch_size, on_batch=bar.update)
 
     # --- generation -------------------------------------------------------------------------
@@ -247,7 +246,9 @@ class OasisLM(TemplateLM):
         if ranks.current().count > 1 and any(item.sampling["do_sample"] for _, item in batches):
             raise SpecError("sampled completions depend on the order of draws: use one process")
         hidden = self._quiet or disable_tqdm
-        with tqdm(total=len(requests), desc="answering", unit="question", disable=hidden) as bar:
+        with progress.bar(
+            what="answering", quiet=hidden, total=len(requests), unit="question"
+        ) as bar:
             found = ranks.current().share(
                 batches,
                 lambda batch: self._generate([prompts[i][0] for i in batch[0]], batch[1]),

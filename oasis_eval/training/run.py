@@ -105,10 +105,10 @@ class Outcome:
         held_out = [line["held_out_loss"] for line in log if "held_out_loss" in line]
         losses = [line["loss"] for line in log if "loss" in line]
         again = "" if self.resumed_from is None else f", resumed at step {self.resumed_from}"
-        last = f"{losses[-1]:.4f} in training" if losses else "in training not logged so far"
         return [
             f"Trained: {path} ({self.info.identity.steps} steps, {seconds:.0f} s{again})",
-            f"Loss: {last}, {held_out[0]:.4f} -> {held_out[-1]:.4f} nats a token on held-out text",
+            f"Loss: {losses[-1]:.4f} in training, {held_out[0]:.4f} -> {held_out[-1]:.4f} nats a "
+            "token on held-out text",
             _hint(card),
         ]
 

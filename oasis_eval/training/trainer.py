@@ -19,6 +19,7 @@ from tqdm import tqdm
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from oasis_eval import progress
 from oasis_eval.errors import SpecError
 from oasis_eval.spec import Dtype, TrainRecipe
 from oasis_eval.training.blocks import TrainingBlocks, keep
@@ -159,18 +160,20 @@ class Journal(TrainerCallback):
         """Start the bar; probe the model as it starts."""
         if not state.is_world_process_zero:
             return
-        self._bar = tqdm(
+        self._bar = progress.bar(
+            what=f"train {self._folder.path.name}",
+            quiet=self._quiet,
             total=state.max_steps,
             initial=state.global_step,
             unit="step",
-            disable=self._quiet,
-            dynamic_ncols=True,
         )
         if state.global_step == 0:
             self._probe(0, kwargs["model"])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move the bar; probe where it is time to."""
+        """Move the bar; probe where it is time to; the last step's loss is logged, too."""
+        if state.global_step == state.max_steps:
+            control.should_log = True  # in every process: they average it together
         if not state.is_world_process_zero:
             return
         if self._bar is not None:

@@ -169,8 +169,9 @@ def test_no_model_has_a_sink() -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Loads `results/reference/mini_family.py`."""
-    spec = importlib.util.spec_from_file_location("mini_family", REFERENCE / "mini_family.py")
+    """Loads `benchmarks/mini_family.py`."""
+    path = REFERENCE.parents[1] / "benchmarks" / "mini_family.py"
+    spec = importlib.util.spec_from_file_location("mini_family", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

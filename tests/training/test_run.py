@@ -223,6 +223,7 @@ def test_overwrite_trains_anew(place: Path, tmp_path: Path) -> None:
     outcome = run(plan(place, max_steps=3), out, overwrite=True)
 
     assert outcome.info.identity.steps == 3
+    assert [line["step"] for line in log(out) if "loss" in line] == [2, 3]  # every 2, and the last
     assert "3 steps" in (tmp_path / "out.yaml").read_text()
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -1,11 +1,11 @@
 """Train, measure and tabulate the mini family: all that mini-family.md shows, from nothing.
 
-    python results/reference/mini_family.py OUT --jobs 2
+    python benchmarks/mini_family.py OUT --jobs 2
 
-trains every model into OUT, measures it into OUT/records and writes the tables beside this file. A
-job is a command of oasis-eval on one thread; what is finished is not done again, so the same line
-goes on after an interruption. `--only NAME` (several times) takes some of the models and writes no
-tables.
+trains every model into OUT, measures it into OUT/records and writes the tables into
+results/reference. A job is a command of oasis-eval on one thread; what is finished is not done
+again, so the same line goes on after an interruption. `--only NAME` (several times) takes some of
+the models and writes no tables.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from pathlib import Path
 
 import yaml
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-PAGE = HERE / "mini-family.md"
+ROOT = Path(__file__).parents[1]
+REFERENCE = ROOT / "results" / "reference"
+PAGE = REFERENCE / "mini-family.md"
 SCHEMES = ("fp32", "w8a8", "w8a8-static", "w4a4", "w4a4-static")
 ONE, THREE = (1,), (1, 2, 3)
 
@@ -173,7 +173,7 @@ def run(members: tuple[Member, ...], out: Path, jobs: int) -> None:
 
 
 def tabulate(out: Path) -> None:
-    """Write the files beside this one, and the tables into the page."""
+    """Write the files of the reference, and the tables into the page."""
     records = str(out / "records")
     # What fits a printed page: the models that the claims are about.
     tables = {
@@ -187,10 +187,10 @@ def tabulate(out: Path) -> None:
     }
     for spec, (name, options, printed, models) in tables.items():
         words = (records, "--spec", spec, *options)
-        table(*words, "--format", "csv", "--out", str(HERE / f"{name}.csv"))
-        table(*words, "--format", "markdown", "--out", str(HERE / f"{name}.md"))
+        table(*words, "--format", "csv", "--out", str(REFERENCE / f"{name}.csv"))
+        table(*words, "--format", "markdown", "--out", str(REFERENCE / f"{name}.md"))
         few = [f"--where=model=mini-{model}" for model in models]
-        paper = ("--format", "latex", "--rows", printed, "--out", str(HERE / f"{name}.tex"))
+        paper = ("--format", "latex", "--rows", printed, "--out", str(REFERENCE / f"{name}.tex"))
         table(*words, *few, *paper)
     long = out / "long.csv"
     table(records, "--rows", "model,seed", "--format", "csv-long", "--out", str(long))
@@ -199,7 +199,7 @@ def tabulate(out: Path) -> None:
     with long.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["metric"] in metrics]
     kept = sorted({tuple(row[key] for key in keys) for row in rows})
-    with (HERE / "mini-seeds.csv").open("w", encoding="utf-8", newline="") as file:
+    with (REFERENCE / "mini-seeds.csv").open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows([keys, *kept])
     values: Values = defaultdict(dict)
     for model, _, seed, scheme, metric, value in kept:

@@ -18,6 +18,12 @@ from oasis_eval.training.folder import RunFolder
 from tests.training.tiny import recipe_file
 
 COMMAND = Path(sys.executable).with_name("oasis-eval")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+TORCHRUN += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+TORCHRUN += ["--no-python", str(COMMAND)]
+# As for GPUs: accelerate starts several processes for them alone, and the device is ours to say.
+ACCELERATE = [str(COMMAND.with_name("accelerate")), "launch", "--multi_gpu", "--num_processes", "2"]
+ACCELERATE += ["--main_process_port", "0", "-m", "oasis_eval"]
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
@@ -83,15 +89,18 @@ def test_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # two processes that import torch, and one for comparison
-@pytest.mark.parametrize("variant", ["vanilla", "oasis"])
-def test_two_processes_train_what_one_does(tmp_path: Path, variant: str) -> None:
-    """Under torchrun with gloo: the same sequences a step, so the same weights up to rounding."""
+@pytest.mark.parametrize(
+    ("variant", "group"),
+    [("vanilla", TORCHRUN), ("oasis", TORCHRUN), ("oasis", ACCELERATE)],
+    ids=["vanilla", "oasis", "accelerate"],
+)
+def test_two_processes_train_what_one_does(
+    tmp_path: Path, variant: str, group: Sequence[str]
+) -> None:
+    """With gloo: the same sequences a step, so the same weights up to rounding."""
     recipe = recipe_file(tmp_path)
     one, two = tmp_path / "one", tmp_path / "two"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     call([COMMAND, *arguments(recipe, one, "--variant", variant)], tmp_path)
-    group = [*torchrun, "--no-python", str(COMMAND)]
     call([*group, *arguments(recipe, two, "--variant", variant)], tmp_path)
     expected, found = (load_file(out / "model.safetensors") for out in (one, two))
 
@@ -109,10 +118,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path, variant: str) -> None
 def test_routers_without_gradient_do_not_stop_a_group(tmp_path: Path) -> None:
     """Under `delta` the first router reads nothing, so its parameters take no part in a step."""
     recipe = recipe_file(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    group = [*torchrun, "--no-python", str(COMMAND)]
     more = ("--variant", "vanilla", "--wiring", "delta")
-    call([*group, *arguments(recipe, tmp_path / "out", *more)], tmp_path)
+    call([*TORCHRUN, *arguments(recipe, tmp_path / "out", *more)], tmp_path)
 
     assert (tmp_path / "out" / "model.safetensors").is_file()

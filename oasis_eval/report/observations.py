@@ -139,6 +139,10 @@ def no_match(where: Mapping[str, tuple[str, ...]], found: Mapping[str, Iterable[
     for name, patterns in where.items():
         there = sorted(found[name], key=natural_key)
         if there and not any(matching(text, patterns) for text in there):
+            parts = [part.strip() for pattern in patterns for part in pattern.split(",")]
+            if all(any(matching(text, (part,)) for text in there) for part in parts):
+                each = " ".join(f"--where {name}={part}" for part in parts)
+                return f"no record has {name}={' or '.join(patterns)}; for any of them: {each}"
             more = len(there) - _MAX_VALUES_LISTED
             listed = ", ".join(text[:_MAX_VALUE_LENGTH] for text in there[:_MAX_VALUES_LISTED])
             return f"no record has {name}={' or '.join(patterns)}; found: {listed}" + (

@@ -359,12 +359,15 @@ def test_nothing_that_matches_says_what_there_is(tmp_path: Path) -> None:
         write_record(tmp_path, some("m0", scheme, 2.0))
     with pytest.raises(NoMatchError) as single:
         find_records([tmp_path], where={"scheme": ("w9a9",)})
+    with pytest.raises(NoMatchError) as listed:
+        find_records([tmp_path], where={"scheme": ("w8*,fp32",)})
     write_record(tmp_path, some("m1", "w4a4", 2.0))
     where = {"scheme": ("w4a4",), "model": ("m0",)}
     with pytest.raises(NoMatchError) as both:
         chosen(find_records([tmp_path], where=where), where)
 
     assert str(single.value) == "no record has scheme=w9a9; found: fp32, w8a8"
+    assert str(listed.value).endswith("; for any of them: --where scheme=w8* --where scheme=fp32")
     assert str(both.value) == "no record has scheme=w4a4 and model=m0 together"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import os
 import statistics
 import subprocess
@@ -19,11 +20,13 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from scipy import stats
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "results" / "reference"
@@ -205,11 +208,12 @@ def tabulate(out: Path) -> None:
     for model, _, seed, scheme, metric, value in kept:
         values[model.removeprefix("mini-"), scheme, metric][int(seed)] = float(value)
     page = PAGE.read_text(encoding="utf-8")
-    for section, (members, seed) in SECTIONS.items():
-        begin, end = f"<!-- tables: {section} -->\n", f"<!-- end: {section} -->\n"
+    sections = {name: section_of(values, *rows) for name, rows in SECTIONS.items()}
+    for name, text in {**sections, "claims": claims(values), "depth": depth(values)}.items():
+        begin, end = f"<!-- tables: {name} -->\n", f"<!-- end: {name} -->\n"
         before, rest = page.split(begin)
         _, after = rest.split(end)
-        page = "".join((before, begin, "\n", section_of(values, members, seed), "\n", end, after))
+        page = "".join((before, begin, "\n", text, "\n", end, after))
     PAGE.write_text(page, encoding="utf-8")
 
 
@@ -227,6 +231,73 @@ OUTLIERS = {
     "null mass": ("null_mass", ".3f"),
 }
 HEADS = ("fp32", "W8A8", "W8A8 static", "W4A4", "W4A4 static")
+
+
+CLAIMS = (
+    ("infinity norm, outputs", "-84 % (-9 %)", "fp32", "max_inf_norm_outputs"),
+    ("infinity norm, Linear inputs", "", "fp32", "max_inf_norm_linear_inputs"),
+    ("kurtosis, outputs", "-97 % (-3 %)", "fp32", "avg_kurtosis_outputs"),
+    ("kurtosis, Linear inputs", "", "fp32", "avg_kurtosis_linear_inputs"),
+    *(
+        (f"perplexity, {head}", "-74 % (-76 %)" * (head == "W8A8"), scheme, "token_perplexity")
+        for head, scheme in zip(HEADS, SCHEMES, strict=True)
+    ),
+    *(
+        (f"Pass@1, {head}", "+23 % (+12 %)" * (head == "W4A4"), scheme, "pass@1")
+        for head, scheme in zip(HEADS, SCHEMES, strict=True)
+    ),
+)
+"""Rows of the table of claims: what, what the paper's abstract says (an earlier one), and where."""
+
+
+def claims(values: Values) -> str:
+    """Return the table of OASIS against vanilla, paired by seed."""
+
+    def cell(suffix: str, scheme: str, metric: str) -> str:
+        after, before = (values[f"{name}{suffix}", scheme, metric] for name in ("oasis", "vanilla"))
+        seeds = sorted(after)
+        if metric == "pass@1":
+            found = [100.0 * (after[seed] - before[seed]) for seed in seeds]
+            return "{:+.1f} points ({:+.1f} to {:+.1f})".format(*interval(found))
+        found = [math.log(after[seed] / before[seed]) for seed in seeds]
+        ends = [100.0 * math.expm1(end) for end in interval(found)]
+        form = "{:+.1f} % ({:+.1f} to {:+.1f})"
+        return (form if metric == "token_perplexity" else form.replace(".1f", ".0f")).format(*ends)
+
+    heads = ("the paper", "block wiring", "authors' wiring")
+    cells = [
+        [said, *(cell(suffix, scheme, metric) for suffix in ("", "-repo"))]
+        for _, said, scheme, metric in CLAIMS
+    ]
+    return markdown("OASIS against vanilla", heads, [name for name, *_ in CLAIMS], cells)
+
+
+def depth(values: Values) -> str:
+    """Return the table of plain residual models against those that route, seed 1 of each."""
+    rows = [
+        (name, scheme, metric)
+        for name, _, scheme, metric in CLAIMS
+        if metric != "pass@1"  # at the floor without depth routing: no ratio
+    ]
+    cells = []
+    for _, scheme, metric in rows:
+        pairs = [(item.name, item.name.removeprefix("residual-")) for item in RESIDUAL]
+        found = [
+            math.log(values[plain, scheme, metric][1] / values[routed, scheme, metric][1])
+            for plain, routed in pairs
+        ]
+        ends = [math.exp(end) for end in interval(found)]
+        higher = sum(ratio > 0.0 for ratio in found)
+        cells.append(["{:.2f} ({:.2f} to {:.2f})".format(*ends), f"{higher} of {len(found)}"])
+    heads = ("without, as a multiple of with", "higher without")
+    return markdown("depth routing", heads, [name for name, *_ in rows], cells)
+
+
+def interval(found: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean with its 95 % interval of Student's t."""
+    mean, error = statistics.mean(found), statistics.stdev(found) / math.sqrt(len(found))
+    half = float(stats.t.ppf(0.975, len(found) - 1)) * error
+    return mean, mean - half, mean + half
 
 
 def section_of(values: Values, members: tuple[Member, ...], seed: int | None) -> str:

@@ -13,7 +13,7 @@ from oasis_eval.errors import UnsupportedSchemeError
 from oasis_eval.loading import Reference, load, prepare
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.spec import QuantScheme
-from tests.tiny import phi3, save
+from tests.tiny import persimmon, save
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +90,13 @@ def test_the_attention_that_ran_is_said(
 
 def test_a_model_without_a_place_is_refused_by_name(tmp_path: Path) -> None:
     """The full graph of unknown layers is refused before calibration; its attention is not."""
-    reference = load(registry.resolve(str(save(tmp_path, model=phi3()))), dtype="fp32")
+    reference = load(registry.resolve(str(save(tmp_path, model=persimmon()))), dtype="fp32")
     expected = logits(reference.model)
     with (
         pytest.raises(
             UnsupportedSchemeError,
-            match=r"'w8a8-static': region residual cannot be quantized in Phi3ForCausalLM: the "
-            r"layers of Phi3DecoderLayer are not known; leave it out of 'regions'",
+            match=r"'w8a8-static': region residual cannot be quantized in PersimmonForCausalLM: "
+            r"the layers of PersimmonDecoderLayer are not known; leave it out of 'regions'",
         ),
         prepare(reference, resolve("w8a8-static"), dtype="fp32", calibration_data="/nowhere"),
     ):

@@ -454,7 +454,7 @@ def test_a_scheme_that_this_model_has_no_place_for_is_unsupported(
     run: Runner, tmp_path: Path
 ) -> None:
     """Known only when the model is there; said as what was refused before is, and tried again."""
-    run.model = tiny.save(tmp_path / "phi", model=tiny.phi3())
+    run.model = tiny.save(tmp_path / "persimmon", model=tiny.persimmon())
 
     call = run(schemes=["fp32", "w8a8-static", "w8a8"])
 

@@ -16,8 +16,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
+    PersimmonConfig,
+    PersimmonForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -87,15 +87,14 @@ def build_model(*, seed: int = 0, **changes: object) -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
 
 
-def phi3() -> Phi3ForCausalLM:
+def persimmon() -> PersimmonForCausalLM:
     """Return a model whose decoder layers the suite does not know, in a vocabulary of 256."""
     torch.manual_seed(0)
-    return Phi3ForCausalLM(
-        Phi3Config(
+    return PersimmonForCausalLM(
+        PersimmonConfig(
             hidden_size=48,
             num_hidden_layers=2,
             num_attention_heads=4,
-            num_key_value_heads=2,
             intermediate_size=96,
             vocab_size=256,
             max_position_embeddings=64,

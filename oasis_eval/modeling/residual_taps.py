@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -47,42 +47,148 @@ class _Tapped:
         return hidden_BTD if first is None else first(hidden_BTD)
 
 
-class _PreNorm(_Tapped):
-    """A norm before each sublayer: Llama, Mistral, Qwen2, Qwen3, Gemma."""
+class _TwoSublayers(_Tapped):
+    """Attention, then the MLP, each added to the stream; subclasses say what stands around them."""
 
     self_attn: Any
     mlp: Any
-    input_layernorm: Any
-    post_attention_layernorm: Any
+    norms: ClassVar[tuple[str, str] | None] = ("input_layernorm", "post_attention_layernorm")
+    """Before attention and before the MLP; None: the sublayers read the stream itself."""
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Run both sublayers on [B, T, D]; the rest is for the attention."""
         stream = self.enter(hidden_states)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(stream), **kwargs)
-        stream = self.taps.residual_attention(stream + attended)
-        output = self.mlp(self.post_attention_layernorm(stream))
-        tapped: Tensor = self.taps.residual_mlp(stream + output)
+        attended, _ = self.self_attn(hidden_states=self._read(0, stream), **kwargs)
+        stream = self.taps.residual_attention(stream + self.after_attention(attended))
+        output = self.mlp(self._read(1, stream))
+        tapped: Tensor = self.taps.residual_mlp(stream + self.after_mlp(output))
         return tapped
 
+    def _read(self, sublayer: int, stream: Tensor) -> Tensor:
+        if self.norms is None:
+            return stream
+        normed: Tensor = getattr(self, self.norms[sublayer])(stream)
+        return normed
 
-class _Sandwich(_Tapped):
-    """A norm before and after each sublayer: Gemma 2 and 3."""
+    def after_attention(self, output: Tensor) -> Tensor:
+        """Return what is added to the stream."""
+        return output
+
+    def after_mlp(self, output: Any) -> Tensor:
+        """Return what is added to the stream."""
+        added: Tensor = output
+        return added
+
+
+class _PreNorm(_TwoSublayers):
+    """A norm before each sublayer: Llama and most others."""
+
+
+class _Apertus(_TwoSublayers):
+    """The same under other names."""
+
+    norms = ("attention_layernorm", "feedforward_layernorm")
+
+
+class _Phi3(_TwoSublayers):
+    """A norm before and dropout behind each sublayer: Phi-3."""
+
+    resid_attn_dropout: Any
+    resid_mlp_dropout: Any
+
+    def after_attention(self, output: Tensor) -> Tensor:
+        """Drop out."""
+        dropped: Tensor = self.resid_attn_dropout(output)
+        return dropped
+
+    def after_mlp(self, output: Tensor) -> Tensor:
+        """Drop out."""
+        dropped: Tensor = self.resid_mlp_dropout(output)
+        return dropped
+
+
+class _Granite(_TwoSublayers):
+    """A norm before and a factor behind each sublayer: Granite."""
+
+    residual_multiplier: float
+
+    def after_attention(self, output: Tensor) -> Tensor:
+        """Scale."""
+        return output * self.residual_multiplier
+
+    def after_mlp(self, output: Tensor) -> Tensor:
+        """Scale."""
+        return output * self.residual_multiplier
+
+
+class _GptOss(_TwoSublayers):
+    """A norm before each sublayer, and an MLP that also returns its router's scores: gpt-oss."""
+
+    def after_mlp(self, output: tuple[Tensor, Tensor]) -> Tensor:
+        """Leave the scores."""
+        return output[0]
+
+
+class _PostNorm(_TwoSublayers):
+    """A norm behind each sublayer: OLMo 2 and 3, EXAONE 4."""
+
+    norms: ClassVar[tuple[str, str] | None] = None
+    after: ClassVar[tuple[str, str]] = ("post_attention_layernorm", "post_feedforward_layernorm")
+
+    def after_attention(self, output: Tensor) -> Tensor:
+        """Norm."""
+        normed: Tensor = getattr(self, self.after[0])(output)
+        return normed
+
+    def after_mlp(self, output: Tensor) -> Tensor:
+        """Norm."""
+        normed: Tensor = getattr(self, self.after[1])(output)
+        return normed
+
+
+class _Sandwich(_PostNorm):
+    """A norm before and behind each sublayer: Gemma 2 and 3."""
+
+    norms = ("input_layernorm", "pre_feedforward_layernorm")
+
+
+class _Glm4(_PostNorm):
+    """The same under other names."""
+
+    norms = ("input_layernorm", "post_attention_layernorm")
+    after = ("post_self_attn_layernorm", "post_mlp_layernorm")
+
+
+class _Cohere(_Tapped):
+    """Both sublayers side by side behind one norm: Cohere."""
 
     self_attn: Any
     mlp: Any
     input_layernorm: Any
-    post_attention_layernorm: Any
-    pre_feedforward_layernorm: Any
-    post_feedforward_layernorm: Any
+    is_parallel = True
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         """Run both sublayers on [B, T, D]; the rest is for the attention."""
         stream = self.enter(hidden_states)
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(stream), **kwargs)
-        stream = self.taps.residual_attention(stream + self.post_attention_layernorm(attended))
-        output = self.mlp(self.pre_feedforward_layernorm(stream))
-        tapped: Tensor = self.taps.residual_mlp(stream + self.post_feedforward_layernorm(output))
+        normed = self.input_layernorm(stream)
+        attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+        tapped: Tensor = self.taps.residual_mlp(self.add(stream, attended, self.mlp(normed)))
         return tapped
+
+    def add(self, stream: Tensor, attended: Tensor, output: Tensor) -> Tensor:
+        """Add in the layer's own order."""
+        return stream + attended + output
+
+
+class _Phi(_Cohere):
+    """The same with dropout: Phi."""
+
+    resid_dropout: Any
+
+    def add(self, stream: Tensor, attended: Tensor, output: Tensor) -> Tensor:
+        """Add in the layer's own order."""
+        added: Tensor = self.resid_dropout(attended) + self.resid_dropout(output) + stream
+        return added
 
 
 class _Gpt2(_Tapped):
@@ -137,15 +243,42 @@ class _GptNeoX(_Tapped):
 
 _FORWARDS: Mapping[str, type[_Tapped]] = MappingProxyType(
     {
+        "apertus.modeling_apertus.ApertusDecoderLayer": _Apertus,
+        "arcee.modeling_arcee.ArceeDecoderLayer": _PreNorm,
+        "cohere.modeling_cohere.CohereDecoderLayer": _Cohere,
+        "cohere2.modeling_cohere2.Cohere2DecoderLayer": _Cohere,
+        "ernie4_5.modeling_ernie4_5.Ernie4_5DecoderLayer": _PreNorm,
+        "exaone4.modeling_exaone4.Exaone4DecoderLayer": _PostNorm,
         "gemma.modeling_gemma.GemmaDecoderLayer": _PreNorm,
         "gemma2.modeling_gemma2.Gemma2DecoderLayer": _Sandwich,
         "gemma3.modeling_gemma3.Gemma3DecoderLayer": _Sandwich,
+        "glm.modeling_glm.GlmDecoderLayer": _PreNorm,
+        "glm4.modeling_glm4.Glm4DecoderLayer": _Glm4,
         "gpt2.modeling_gpt2.GPT2Block": _Gpt2,
         "gpt_neox.modeling_gpt_neox.GPTNeoXLayer": _GptNeoX,
+        "gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": _GptOss,
+        "granite.modeling_granite.GraniteDecoderLayer": _Granite,
+        "helium.modeling_helium.HeliumDecoderLayer": _PreNorm,
+        "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1DecoderLayer": _PreNorm,
         "llama.modeling_llama.LlamaDecoderLayer": _PreNorm,
+        "ministral.modeling_ministral.MinistralDecoderLayer": _PreNorm,
+        "ministral3.modeling_ministral3.Ministral3DecoderLayer": _PreNorm,
         "mistral.modeling_mistral.MistralDecoderLayer": _PreNorm,
+        "mixtral.modeling_mixtral.MixtralDecoderLayer": _PreNorm,
+        "nemotron.modeling_nemotron.NemotronDecoderLayer": _PreNorm,
+        "olmo.modeling_olmo.OlmoDecoderLayer": _PreNorm,
+        "olmo2.modeling_olmo2.Olmo2DecoderLayer": _PostNorm,
+        "olmo3.modeling_olmo3.Olmo3DecoderLayer": _PostNorm,
+        "olmoe.modeling_olmoe.OlmoeDecoderLayer": _PreNorm,
+        "phi.modeling_phi.PhiDecoderLayer": _Phi,
+        "phi3.modeling_phi3.Phi3DecoderLayer": _Phi3,
         "qwen2.modeling_qwen2.Qwen2DecoderLayer": _PreNorm,
+        "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": _PreNorm,
         "qwen3.modeling_qwen3.Qwen3DecoderLayer": _PreNorm,
+        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": _PreNorm,
+        "seed_oss.modeling_seed_oss.SeedOssDecoderLayer": _PreNorm,
+        "smollm3.modeling_smollm3.SmolLM3DecoderLayer": _PreNorm,
+        "starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": _PreNorm,
     }
 )
 """By the class of the layer, below `transformers.models`."""

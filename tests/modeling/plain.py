@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -42,6 +45,18 @@ _NEOX = {key: value for key, value in _BASE.items() if key != "num_key_value_hea
 _GEMMA = _BASE | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 8}
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_ALIKE = (
+    *("apertus", "arcee", "cohere", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
+    *("ministral3", "nemotron", "olmo", "olmo2", "phi", "phi3", "seed_oss", "smollm3"),
+    "starcoder2",
+)
+
+
+def _of_family(name: str, **changes: Any) -> Any:
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(_BASE | changes)))
+
+
 PLAIN: Mapping[str, Callable[[], Any]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_BASE)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_BASE, sliding_window=8)),
@@ -64,6 +79,22 @@ PLAIN: Mapping[str, Callable[[], Any]] = {
         )
     ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_NEOX)),
+    **{name: partial(_of_family, name) for name in _ALIKE},
+    "cohere2": lambda: _of_family("cohere2", sliding_window=8, layer_types=_TWO_KINDS),
+    "gpt_oss": lambda: _of_family(
+        "gpt_oss", sliding_window=8, layer_types=_TWO_KINDS, head_dim=16, **_EXPERTS
+    ),
+    "helium": lambda: _of_family("helium", head_dim=12),
+    "hunyuan_v1_dense": lambda: _of_family("hunyuan_v1_dense", head_dim=12),
+    "ministral": lambda: _of_family("ministral", head_dim=12, sliding_window=8),
+    "granite": lambda: _of_family("granite", residual_multiplier=0.3),
+    "mixtral": lambda: _of_family("mixtral", **_EXPERTS),
+    "olmo3": lambda: _of_family("olmo3", sliding_window=8, layer_types=_TWO_KINDS),
+    "olmoe": lambda: _of_family("olmoe", **_EXPERTS),
+    "qwen2_moe": lambda: _of_family(
+        "qwen2_moe", moe_intermediate_size=32, shared_expert_intermediate_size=32, **_EXPERTS
+    ),
+    "qwen3_moe": lambda: _of_family("qwen3_moe", moe_intermediate_size=32, **_EXPERTS),
 }
 """Families whose decoder layers can be given taps on the residual stream."""
 

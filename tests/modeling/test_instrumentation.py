@@ -14,17 +14,18 @@ from transformers import (
     DynamicCache,
     GptOssConfig,
     GptOssForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from oasis_eval.modeling.instrumentation import Point, fast_path, instrumented
 from oasis_eval.modeling.interface import attention_forward, register
 from oasis_eval.modeling.taps import Tap
+from tests import tiny
 from tests.modeling.plain import PLAIN, build_plain
 from tests.modeling.tiny import new_model, tiny_config, tokens
 
+PARALLEL = ("cohere", "cohere2", "gpt_neox", "phi")
+"""Families whose sublayers stand side by side: one addition a layer."""
 POINTS: tuple[Point, ...] = ("attention", "kv_cache", "residual")
 
 
@@ -60,6 +61,19 @@ def test_taps_change_nothing(family: str, watched: bool) -> None:
 
 
 @pytest.mark.parametrize("family", list(PLAIN))
+def test_taps_on_the_stream_change_no_bit(family: str) -> None:
+    """The layer's own forward pass is written out here, to the order of its additions."""
+    model = build_plain(family)
+    ids_BT = tokens(2, 20)
+    expected = logits(model, ids_BT)
+    with instrumented(model, ("residual",)) as missing:
+        actual = logits(model, ids_BT)
+
+    assert not missing
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("family", list(PLAIN))
 def test_every_tap_sees_its_tensor_once(family: str) -> None:
     """Scores, weights, context, keys, values and the stream, with shapes that say which."""
     model = build_plain(family)
@@ -90,7 +104,7 @@ def test_every_tap_sees_its_tensor_once(family: str) -> None:
         if what != "null_mass":
             assert seen[name] == [wanted.get(what, (2, 7, 48))], name
     streams = [name for name in taps if ".taps.residual" in name]
-    assert len(streams) == (3 if family == "gpt_neox" else 5)
+    assert len(streams) == (3 if family in PARALLEL else 5)
 
 
 @pytest.mark.parametrize("family", list(PLAIN))
@@ -199,16 +213,12 @@ def test_generation_is_unchanged() -> None:
 
 def test_what_cannot_be_had_is_said() -> None:
     """Unknown layers and attention off the interface are named; the model is as it was."""
-    base = {"hidden_size": 48, "num_attention_heads": 4, "vocab_size": 256, "pad_token_id": 0}
-    torch.manual_seed(0)
-    phi = Phi3ForCausalLM(
-        Phi3Config(**base, num_hidden_layers=2, intermediate_size=96, max_position_embeddings=64)
-    ).eval()
+    persimmon = tiny.persimmon().eval()
     bloom = BloomForCausalLM(
         BloomConfig(hidden_size=48, n_head=4, n_layer=2, vocab_size=256, pad_token_id=0)
     ).eval()
-    with instrumented(phi, POINTS) as missing:
-        assert dict(missing) == {"residual": "the layers of Phi3DecoderLayer are not known"}
+    with instrumented(persimmon, POINTS) as missing:
+        assert dict(missing) == {"residual": "the layers of PersimmonDecoderLayer are not known"}
     expected = logits(bloom, tokens(1, 6))
     with instrumented(bloom, POINTS) as missing:
         assert set(missing) == set(POINTS)

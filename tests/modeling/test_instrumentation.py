@@ -14,6 +14,8 @@ from transformers import (
     DynamicCache,
     GptOssConfig,
     GptOssForCausalLM,
+    MptConfig,
+    MptForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -219,11 +221,28 @@ def test_what_cannot_be_had_is_said() -> None:
     ).eval()
     with instrumented(persimmon, POINTS) as missing:
         assert dict(missing) == {"residual": "the layers of PersimmonDecoderLayer are not known"}
-    expected = logits(bloom, tokens(1, 6))
-    with instrumented(bloom, POINTS) as missing:
-        assert set(missing) == set(POINTS)
-        assert missing["attention"].startswith("BloomForCausalLM does not use transformers'")
-        assert torch.equal(logits(bloom, tokens(1, 6)), expected)
+    mpt = MptForCausalLM(MptConfig(d_model=48, n_heads=4, n_layers=2, vocab_size=256)).eval()
+    for model in (bloom, mpt):
+        expected = logits(model, tokens(1, 6))
+        with instrumented(model, POINTS) as missing:
+            assert set(missing) == set(POINTS)
+            name = type(model).__name__
+            assert missing["attention"].startswith(f"{name} does not use transformers'")
+            assert torch.equal(logits(model, tokens(1, 6)), expected)
+
+
+def test_a_probe_that_fails_is_no_attention_off_the_interface(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model that is on the interface and cannot run is an error, not a model without it."""
+    model = build_plain("llama")
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(model, "forward", broken)
+    with pytest.raises(RuntimeError, match="out of memory"), instrumented(model, ("attention",)):
+        pass
 
 
 def test_learned_sinks_are_kept() -> None:

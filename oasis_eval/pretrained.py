@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint
 from oasis_eval.errors import CheckpointError
+from oasis_eval.modeling import experts
 from oasis_eval.modeling.formats.folder import read_config, read_public, write_as_ours
 from oasis_eval.modeling.registration import register
 from oasis_eval.quant import storage
@@ -65,6 +66,7 @@ def read(folder: Path, content: str, *, dtype: Dtype, device: str) -> Pretrained
     applied = None
     if stored is None:
         model, warnings = _load_model(folder, dtype)
+        experts.separate_(model)
         notes += warnings
     else:
         model, applied = _load_quantized(folder, stored, dtype, device)
@@ -194,6 +196,7 @@ def _load_quantized(
     transformers_logging.set_verbosity_error()
     with checkpoint.as_checkpoint_error(f"{folder}: cannot be loaded"):
         model = _to_device(storage.skeleton(folder, DTYPES[dtype]), device)
+        experts.separate_(model)
         applied = storage.restore_(model, stored, folder, dtype=DTYPES[dtype])
     cast_(model, DTYPES[dtype])
     return model, applied

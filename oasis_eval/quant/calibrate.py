@@ -116,7 +116,8 @@ def attach(
             observe(x.detach()[None].float(), 0)
             return
         x = x.detach().flatten(-2) if site.shape == "heads" else x.detach()
-        x_BTK, real_BT = context.sequences(x, site.name)
+        rows = getattr(site.module, "token_rows", None)
+        x_BTK, real_BT = context.sequences(x, site.name, rows)
         for index, x_TK in enumerate(x_BTK):
             x_NK = x_TK if real_BT is None else x_TK[real_BT[index].to(x.device)]
             if len(x_NK):

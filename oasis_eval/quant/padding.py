@@ -86,12 +86,16 @@ class PaddingContext:
             raise QuantizationError(f"{name}: padding is not known: {tokens.unreadable}")
         return tokens
 
-    def sequences(self, x: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+    def sequences(
+        self, x: Tensor, name: str, rows: tuple[Tensor, int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """View activations as [B, T, K] beside the mask [B, T] of real tokens.
 
         Args:
-            x: Activations of the running pass: [B, T, K] or [B * T, K].
+            x: Activations of the running pass: [B, T, K], [B * T, K], or [R, K] with `rows`.
             name: Module for error messages.
+            rows: Which of the B * T tokens the rows of `x` are, each once at most, and B * T; the
+                tokens that are not there count as padding.
 
         Returns:
             The view, and the mask or None when nothing is padding.
@@ -100,6 +104,8 @@ class PaddingContext:
             QuantizationError: It cannot be told which rows belong to which token.
         """
         tokens = self.tokens(name)
+        if rows is not None and rows[1] == tokens.num_sequences * tokens.num_tokens:
+            return _scatter(x, rows[0], tokens)
         if x.dim() == 2 and x.shape[0] == tokens.num_sequences * tokens.num_tokens:
             x = x.unflatten(0, (tokens.num_sequences, tokens.num_tokens))
         fits = tuple(x.shape[:-1]) == (tokens.num_sequences, tokens.num_tokens)
@@ -113,6 +119,19 @@ class PaddingContext:
                 "'token' with dynamic ranges)"
             )
         return x, tokens.real_BT
+
+
+def _scatter(x_RK: Tensor, row_R: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Put some tokens' rows where they belong in [B, T, K], beside the mask of real ones."""
+    shape = (tokens.num_sequences, tokens.num_tokens)
+    x_NK = x_RK.new_zeros(shape[0] * shape[1], x_RK.shape[-1])
+    x_NK[row_R] = x_RK
+    is_there_N = torch.zeros(len(x_NK), dtype=torch.bool, device=x_RK.device)
+    is_there_N[row_R] = True
+    there_BT = is_there_N.unflatten(0, shape)
+    if tokens.real_BT is not None:
+        there_BT &= tokens.real_BT.to(x_RK.device)
+    return x_NK.unflatten(0, shape), there_BT
 
 
 def _read(source: object, mask: object) -> Tokens:

@@ -53,7 +53,7 @@ _ALIKE = (
 )
 
 
-def _of_family(name: str, **changes: Any) -> Any:
+def of_family(name: str, **changes: Any) -> Any:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(_BASE | changes)))
 
 
@@ -79,22 +79,22 @@ PLAIN: Mapping[str, Callable[[], Any]] = {
         )
     ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_NEOX)),
-    **{name: partial(_of_family, name) for name in _ALIKE},
-    "cohere2": lambda: _of_family("cohere2", sliding_window=8, layer_types=_TWO_KINDS),
-    "gpt_oss": lambda: _of_family(
+    **{name: partial(of_family, name) for name in _ALIKE},
+    "cohere2": lambda: of_family("cohere2", sliding_window=8, layer_types=_TWO_KINDS),
+    "gpt_oss": lambda: of_family(
         "gpt_oss", sliding_window=8, layer_types=_TWO_KINDS, head_dim=16, **_EXPERTS
     ),
-    "helium": lambda: _of_family("helium", head_dim=12),
-    "hunyuan_v1_dense": lambda: _of_family("hunyuan_v1_dense", head_dim=12),
-    "ministral": lambda: _of_family("ministral", head_dim=12, sliding_window=8),
-    "granite": lambda: _of_family("granite", residual_multiplier=0.3),
-    "mixtral": lambda: _of_family("mixtral", **_EXPERTS),
-    "olmo3": lambda: _of_family("olmo3", sliding_window=8, layer_types=_TWO_KINDS),
-    "olmoe": lambda: _of_family("olmoe", **_EXPERTS),
-    "qwen2_moe": lambda: _of_family(
+    "helium": lambda: of_family("helium", head_dim=12),
+    "hunyuan_v1_dense": lambda: of_family("hunyuan_v1_dense", head_dim=12),
+    "ministral": lambda: of_family("ministral", head_dim=12, sliding_window=8),
+    "granite": lambda: of_family("granite", residual_multiplier=0.3),
+    "mixtral": lambda: of_family("mixtral", **_EXPERTS),
+    "olmo3": lambda: of_family("olmo3", sliding_window=8, layer_types=_TWO_KINDS),
+    "olmoe": lambda: of_family("olmoe", **_EXPERTS),
+    "qwen2_moe": lambda: of_family(
         "qwen2_moe", moe_intermediate_size=32, shared_expert_intermediate_size=32, **_EXPERTS
     ),
-    "qwen3_moe": lambda: _of_family("qwen3_moe", moe_intermediate_size=32, **_EXPERTS),
+    "qwen3_moe": lambda: of_family("qwen3_moe", moe_intermediate_size=32, **_EXPERTS),
 }
 """Families whose decoder layers can be given taps on the residual stream."""
 

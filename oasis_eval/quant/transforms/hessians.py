@@ -68,6 +68,7 @@ def gptq_codes(
     if not isinstance(layers_of(model), nn.ModuleList):
         notes.append("GPTQ found no decoder layers: every layer is fitted to unquantized inputs")
     codes: dict[str, WeightCodes] = {}
+    unseen: list[str] = []
     edits = Edits()
     text = _Text(model, targets, batches)
     try:
@@ -76,7 +77,7 @@ def gptq_codes(
                 text.stage = stage
                 for name, hessian_KK in text.hessians(layer_targets).items():
                     if hessian_KK is None:
-                        notes.append(f"{name}: rounded to nearest, it saw no calibration text")
+                        unseen.append(name)
                         continue
                     target = next(item for item in layer_targets if item.name == name)
                     chosen = _quantize(target, hessian_KK, fmt, spec, edits)
@@ -85,6 +86,10 @@ def gptq_codes(
                     text.run()
     finally:
         edits.undo()
+    if unseen:  # experts, by the hundred
+        some = ", ".join(unseen[:3]) + (", ..." if len(unseen) > 3 else "")
+        count = f" ({len(unseen)} layers)" if len(unseen) > 1 else ""
+        notes.append(f"{some}{count}: rounded to nearest, saw no calibration text")
     return codes, notes
 
 

@@ -217,7 +217,7 @@ def test_idle_layers_round_to_nearest() -> None:
     model.model.layers[1].idle = nn.Linear(48, 48)
     found, notes = _codes(model, _texts())
 
-    assert notes == ["model.layers.1.idle: rounded to nearest, it saw no calibration text"]
+    assert notes == ["model.layers.1.idle: rounded to nearest, saw no calibration text"]
     assert len(found) == 14
 
 

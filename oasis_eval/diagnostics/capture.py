@@ -153,7 +153,9 @@ class ActivationWatch:
 
     def _add(self, target: Target, x: Tensor) -> None:
         shape = (self.num_sequences, self.num_tokens)
-        if x.dim() > 3 and x.shape[:2] == shape:
+        if x.dim() == 4 and x.shape[:3] == (shape[0], 1, shape[1]):
+            view_BTF = x[:, 0]  # latent keys and values, before their heads
+        elif x.dim() > 3 and x.shape[:2] == shape:
             view_BTF = x.flatten(2)
         elif x.dim() == 2 and x.shape[0] == shape[0] * shape[1]:
             view_BTF = x.unflatten(0, shape)

@@ -2,21 +2,28 @@
 
 A layer is turned into a subclass of itself, in place, whose forward pass is the layer's own with a
 tap behind every addition (and, in the first layer, before everything). Layers are known by their
-class; a model of other layers has no such taps, and says so.
+class or by the source of their forward pass; a model of other layers has no such taps, and says so.
 
 Shapes: B batch, T tokens, D width.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
+import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from oasis_eval.modeling.taps import Tap
+
+_MODELS = "transformers.models."
 
 
 class ResidualTaps(nn.Module):
@@ -243,45 +250,22 @@ class _GptNeoX(_Tapped):
 
 _FORWARDS: Mapping[str, type[_Tapped]] = MappingProxyType(
     {
+        "llama.modeling_llama.LlamaDecoderLayer": _PreNorm,
         "apertus.modeling_apertus.ApertusDecoderLayer": _Apertus,
-        "arcee.modeling_arcee.ArceeDecoderLayer": _PreNorm,
         "cohere.modeling_cohere.CohereDecoderLayer": _Cohere,
-        "cohere2.modeling_cohere2.Cohere2DecoderLayer": _Cohere,
-        "ernie4_5.modeling_ernie4_5.Ernie4_5DecoderLayer": _PreNorm,
-        "exaone4.modeling_exaone4.Exaone4DecoderLayer": _PostNorm,
-        "gemma.modeling_gemma.GemmaDecoderLayer": _PreNorm,
         "gemma2.modeling_gemma2.Gemma2DecoderLayer": _Sandwich,
-        "gemma3.modeling_gemma3.Gemma3DecoderLayer": _Sandwich,
-        "glm.modeling_glm.GlmDecoderLayer": _PreNorm,
         "glm4.modeling_glm4.Glm4DecoderLayer": _Glm4,
         "gpt2.modeling_gpt2.GPT2Block": _Gpt2,
         "gpt_neox.modeling_gpt_neox.GPTNeoXLayer": _GptNeoX,
         "gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": _GptOss,
         "granite.modeling_granite.GraniteDecoderLayer": _Granite,
-        "helium.modeling_helium.HeliumDecoderLayer": _PreNorm,
-        "hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1DecoderLayer": _PreNorm,
-        "llama.modeling_llama.LlamaDecoderLayer": _PreNorm,
-        "ministral.modeling_ministral.MinistralDecoderLayer": _PreNorm,
-        "ministral3.modeling_ministral3.Ministral3DecoderLayer": _PreNorm,
-        "mistral.modeling_mistral.MistralDecoderLayer": _PreNorm,
-        "mixtral.modeling_mixtral.MixtralDecoderLayer": _PreNorm,
-        "nemotron.modeling_nemotron.NemotronDecoderLayer": _PreNorm,
-        "olmo.modeling_olmo.OlmoDecoderLayer": _PreNorm,
         "olmo2.modeling_olmo2.Olmo2DecoderLayer": _PostNorm,
-        "olmo3.modeling_olmo3.Olmo3DecoderLayer": _PostNorm,
-        "olmoe.modeling_olmoe.OlmoeDecoderLayer": _PreNorm,
         "phi.modeling_phi.PhiDecoderLayer": _Phi,
         "phi3.modeling_phi3.Phi3DecoderLayer": _Phi3,
-        "qwen2.modeling_qwen2.Qwen2DecoderLayer": _PreNorm,
-        "qwen2_moe.modeling_qwen2_moe.Qwen2MoeDecoderLayer": _PreNorm,
-        "qwen3.modeling_qwen3.Qwen3DecoderLayer": _PreNorm,
-        "qwen3_moe.modeling_qwen3_moe.Qwen3MoeDecoderLayer": _PreNorm,
-        "seed_oss.modeling_seed_oss.SeedOssDecoderLayer": _PreNorm,
-        "smollm3.modeling_smollm3.SmolLM3DecoderLayer": _PreNorm,
-        "starcoder2.modeling_starcoder2.Starcoder2DecoderLayer": _PreNorm,
     }
 )
-"""By the class of the layer, below `transformers.models`."""
+"""By the class of the layer, below `transformers.models`. A layer of any other class whose forward
+pass reads the same, word for word but for what is handed to the attention, is known as well."""
 
 
 @contextmanager
@@ -327,16 +311,53 @@ def _decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def _forward_of(layer: nn.Module) -> type[_Tapped] | None:
-    kind = type(layer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if not name.startswith("transformers.models."):
-        return None
-    forward = _FORWARDS.get(name.removeprefix("transformers.models."))
+    kind: Any = type(layer)
+    forward = _known(kind)
     if forward is _GptNeoX and not layer.use_parallel_residual:
         return None
     if forward is _Gpt2 and hasattr(layer, "crossattention"):
         return None
     return forward
+
+
+@cache
+def _known(kind: Any) -> type[_Tapped] | None:
+    """Return the forward pass with taps of a class of layers."""
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not name.startswith(_MODELS):
+        return None
+    if name.removeprefix(_MODELS) in _FORWARDS:
+        return _FORWARDS[name.removeprefix(_MODELS)]
+    form = _form(kind)
+    for known, forward in _FORWARDS.items():
+        module, _, own = f"{_MODELS}{known}".rpartition(".")
+        if form is not None and form == _form(getattr(importlib.import_module(module), own)):
+            return forward
+    return None
+
+
+@cache
+def _form(kind: Any) -> str | None:
+    """Return a class' forward pass as text to compare: no names of arguments, no comments."""
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return None
+    (function,) = ast.parse(textwrap.dedent(source)).body
+    assert isinstance(function, ast.FunctionDef)
+    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    return "\n".join(ast.unparse(_WithoutArguments().visit(line)) for line in body)
+
+
+class _WithoutArguments(ast.NodeTransformer):
+    """Empties the call of the attention, which is given whatever the layer was given."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """Empty it if it is that one."""
+        self.generic_visit(node)
+        if ast.unparse(node.func) == "self.self_attn":
+            node.args, node.keywords = [], []
+        return node
 
 
 def _tapped(kind: type[nn.Module], forward: type[_Tapped]) -> type[nn.Module]:

@@ -92,7 +92,8 @@ class PaddingContext:
         """View activations as [B, T, K] beside the mask [B, T] of real tokens.
 
         Args:
-            x: Activations of the running pass: [B, T, K], [B * T, K], or [R, K] with `rows`.
+            x: Activations of the running pass: [B, T, K], [B * T, K], [B, 1, T, K] (a head that all
+                share), or [R, K] with `rows`.
             name: Module for error messages.
             rows: Which of the B * T tokens the rows of `x` are, each once at most, and B * T; the
                 tokens that are not there count as padding.
@@ -108,6 +109,9 @@ class PaddingContext:
             return _scatter(x, rows[0], tokens)
         if x.dim() == 2 and x.shape[0] == tokens.num_sequences * tokens.num_tokens:
             x = x.unflatten(0, (tokens.num_sequences, tokens.num_tokens))
+        shared = (tokens.num_sequences, 1, tokens.num_tokens)
+        if x.dim() == 4 and tuple(x.shape[:-1]) == shared:
+            x = x[:, 0]
         fits = tuple(x.shape[:-1]) == (tokens.num_sequences, tokens.num_tokens)
         # Without padding a pass may hand on a part of its tokens, as generation does to the head.
         part = x.dim() == 3 and x.shape[0] == tokens.num_sequences and tokens.real_BT is None

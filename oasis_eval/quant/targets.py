@@ -93,10 +93,13 @@ def select(model: nn.Module, scheme: QuantScheme) -> Selection:
     names = [*linears, *raw, *(tap.name for tap in taps)]
     _check_patterns(scheme, names + list(embeddings if "embedding" in scheme.regions else ()))
     head = _head(model, linears)
+    routers = _routers(model)
     covered: dict[str, nn.Module] = {}
     skipped = []
     for name, module in linears.items():
         reason = _skip_reason(name, module, scheme, is_head=module is head)
+        if reason is None and isinstance(module, routers):
+            reason = "router of experts, with a forward pass of its own"
         if reason is None:
             _refuse_foreign(name, module)
             covered[name] = module
@@ -169,6 +172,22 @@ def _head(model: nn.Module, linears: dict[str, nn.Module]) -> nn.Module | None:
                 "get_output_embeddings() does not return it, so it cannot be protected"
             )
     return None
+
+
+def _routers(model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Return the classes that choose experts, as the models of transformers declare them.
+
+    Most hold a raw matrix; those that are Linears are treated alike, and not by name.
+    """
+    found: list[type[nn.Module]] = []
+    for module in model.modules():
+        declared = getattr(module, "_can_record_outputs", None) or {}
+        entry = declared.get("router_logits", ())
+        for item in entry if isinstance(entry, list | tuple) else (entry,):
+            kind = getattr(item, "target_class", item)
+            if isinstance(kind, type) and "forward" in vars(kind):
+                found.append(kind)
+    return tuple(found)
 
 
 def _raw_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

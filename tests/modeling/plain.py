@@ -46,6 +46,14 @@ _GEMMA = _BASE | {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window":
 _TWO_KINDS = ["sliding_attention", "full_attention"]
 
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+_FEW_ROUTED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}
 _ALIKE = (
     *("apertus", "arcee", "cohere", "ernie4_5", "exaone4", "gemma", "glm", "glm4"),
     *("ministral3", "nemotron", "olmo", "olmo2", "phi", "phi3", "seed_oss", "smollm3"),
@@ -80,6 +88,21 @@ PLAIN: Mapping[str, Callable[[], Any]] = {
     ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_NEOX)),
     **{name: partial(of_family, name) for name in _ALIKE},
+    "bitnet": partial(of_family, "bitnet"),
+    "deepseek_v3": lambda: of_family(
+        "deepseek_v3",
+        **_FEW_ROUTED,
+        num_key_value_heads=4,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+        rope_interleave=True,
+    ),
+    "flex_olmo": lambda: of_family("flex_olmo", **_EXPERTS),
+    "glm4_moe": lambda: of_family("glm4_moe", **_FEW_ROUTED),
+    "phimoe": lambda: of_family("phimoe", **_EXPERTS),
     "cohere2": lambda: of_family("cohere2", sliding_window=8, layer_types=_TWO_KINDS),
     "gpt_oss": lambda: of_family(
         "gpt_oss", sliding_window=8, layer_types=_TWO_KINDS, head_dim=16, **_EXPERTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     MptForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from oasis_eval.modeling.instrumentation import Point, fast_path, instrumented
 from oasis_eval.modeling.interface import attention_forward, register
@@ -82,7 +84,7 @@ def test_every_tap_sees_its_tensor_once(family: str) -> None:
     config = model.config
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", heads)
-    width = getattr(config, "head_dim", None) or 12
+    width = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None) or 12
     seen: dict[str, list[tuple[int, ...]]] = defaultdict(list)
 
     def keep(name: str, output: Tensor) -> None:
@@ -101,6 +103,8 @@ def test_every_tap_sees_its_tensor_once(family: str) -> None:
         "value": (2, groups, 7, width),
     }
 
+    if family == "deepseek_v3":  # its cache holds what keys and values are made of
+        wanted |= {"key": (2, 1, 7, 16), "value": (2, 1, 7, 8)}
     for name in taps:
         what = name.rsplit(".", 1)[-1]
         if what != "null_mass":
@@ -289,3 +293,54 @@ def test_the_fast_path_has_a_name() -> None:
         with instrumented(model, ("attention",)):
             names.append(fast_path(model))
     assert names == ["sdpa", "eager"]
+
+
+class _Alike(LlamaDecoderLayer):
+    """Another class with Llama's forward pass under other names of arguments."""
+
+    def forward(self, hidden_states: Tensor, mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states, mask, **kwargs)
+        hidden_states = residual + hidden_states
+
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + hidden_states
+        return hidden_states
+
+
+class _Scaled(LlamaDecoderLayer):
+    """Almost Llama's."""
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(hidden_states, **kwargs)
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        hidden_states = residual + 0.5 * hidden_states
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "known"),
+    [
+        (_Alike, "transformers.models.alike.modeling_alike", True),
+        (_Scaled, "transformers.models.alike.modeling_alike", False),
+        (_Alike, "somebody.elses", False),
+    ],
+)
+def test_layers_are_known_by_what_they_do(
+    monkeypatch: pytest.MonkeyPatch, kind: type[nn.Module], module: str, known: bool
+) -> None:
+    """The source of the forward pass, to the last factor, and only of transformers' own models."""
+    own = type(kind.__name__, (kind,), {"forward": kind.forward, "__module__": module})
+    model = build_plain("llama")
+    for layer in model.model.layers:
+        layer.__class__ = own
+    with instrumented(model, ("residual",)) as missing:
+        assert bool(missing) != known

@@ -39,7 +39,7 @@ def ask(shape: tuple[int, ...], **given: Tensor | None) -> tuple[Tensor, Tensor 
 IDS_BT = torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4)])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (6, 4), (2, 1, 3, 4)])
 @pytest.mark.parametrize("source", ["input_ids", "inputs_embeds"])
 def test_padding_is_read_from_the_mask(source: str, shape: tuple[int, ...]) -> None:
     """Whole or flattened, by ids or embeddings, a layer gets [B, T, K] and the mask."""

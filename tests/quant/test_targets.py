@@ -185,6 +185,30 @@ def test_raw_experts_can_be_skipped_and_count() -> None:
     assert coverage.effective_weight_bits > 25
 
 
+def test_a_router_that_is_a_linear_is_left_alone_like_the_others() -> None:
+    """Known by the class that the model declares, not by its name."""
+    torch.manual_seed(0)
+    config = PhimoeConfig(
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        vocab_size=256,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    model = PhimoeForCausalLM(config).eval()
+    model.model.layers[0].mlp.gatekeeper = model.model.layers[0].mlp.router
+    separate_(model)
+
+    coverage = quantize_(model, resolve("w8a8")).coverage
+    left = reasons(coverage)
+    assert left["model.layers.0.mlp.router"] == "router of experts, with a forward pass of its own"
+    assert coverage.num_quantized == 4 + 4 * 2
+
+
 def test_a_layer_that_computes_something_else_is_refused(llama: LlamaForCausalLM) -> None:
     """A subclass with its own forward pass, or a replaced one, would not be what is quantized."""
 

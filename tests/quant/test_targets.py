@@ -5,9 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
 
 from oasis_eval.errors import QuantizationError, SpecError
+from oasis_eval.modeling.experts import separate_
 from oasis_eval.quant.backends import quantize_
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.quant.targets import select
@@ -200,7 +208,6 @@ def test_a_router_that_is_a_linear_is_left_alone_like_the_others() -> None:
         eos_token_id=2,
     )
     model = PhimoeForCausalLM(config).eval()
-    model.model.layers[0].mlp.gatekeeper = model.model.layers[0].mlp.router
     separate_(model)
 
     coverage = quantize_(model, resolve("w8a8")).coverage

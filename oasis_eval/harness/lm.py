@@ -103,7 +103,10 @@ class OasisLM(TemplateLM):
             DataError: Neither card nor configuration says.
         """
         if self.prepared.context_length is None:
-            raise DataError(f"{self.prepared.card.name}: no number of positions is known")
+            raise DataError(
+                f"{self.prepared.card.name}: its configuration states no number of positions; "
+                "say in a card how many tokens may be used (context_length)"
+            )
         return self.prepared.context_length
 
     @property

@@ -55,9 +55,22 @@ class WindowScore(NamedTuple):
 class _FixedHidden(nn.Module):
     """Stands in for the backbone and returns given hidden states."""
 
-    def __init__(self, output: ModelOutput) -> None:
+    def __init__(self, output: ModelOutput, backbone: nn.Module) -> None:
         super().__init__()
         self.output = output
+        self._backbone = (backbone,)  # no part of this module
+
+    @property
+    def decoder(self) -> nn.Module:
+        """What OPT calls of its backbone."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a number or a setting that the head reads of the backbone, as Falcon-H1's does."""
+        value = getattr(self._backbone[0], name)
+        if isinstance(value, nn.Module):
+            raise AttributeError(name)
+        return value
 
     def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         return self.output
@@ -172,7 +185,9 @@ class Scorer:
     def head(self, hidden_RD: Tensor) -> Tensor:
         """Run what the model's forward does after its backbone; returns logits [R, V]."""
         view = copy.copy(self._model)  # shares every parameter; only the backbone is exchanged
-        stand_in = _FixedHidden(self._output_kind(last_hidden_state=hidden_RD[None]))
+        backbone = self._model.get_submodule(self._model.base_model_prefix)
+        output = self._output_kind(last_hidden_state=hidden_RD[None])
+        stand_in = _FixedHidden(output, backbone)
         view._modules = {**self._model._modules, self._model.base_model_prefix: stand_in}
         dummy = torch.zeros(1, len(hidden_RD), dtype=torch.long, device=self._device)
         logits: Tensor = view(input_ids=dummy, use_cache=False).logits

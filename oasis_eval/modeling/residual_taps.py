@@ -227,6 +227,45 @@ class _Gpt2(_Tapped):
         return tapped
 
 
+class _Opt(_Tapped):
+    """OPT with its norms before the sublayers."""
+
+    self_attn: Any
+    self_attn_layer_norm: Any
+    final_layer_norm: Any
+    fc1: Any
+    activation_fn: Any
+    fc2: Any
+    dropout: float
+    training: bool
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        cache: Any = None,
+        use_cache: bool | None = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Run both sublayers on [B, T, D]; the rest is for the attention."""
+        stream = self.enter(hidden_states)
+        attended, _ = self.self_attn(
+            hidden_states=self.self_attn_layer_norm(stream),
+            cache=cache,
+            attention_mask=attention_mask,
+            **kwargs,
+        )
+        stream = self.taps.residual_attention(stream + self._drop(attended))
+        rows = stream.reshape(-1, stream.size(-1))
+        inner = self.activation_fn(self.fc1(self.final_layer_norm(rows)))
+        output = (rows + self._drop(self.fc2(inner))).view(stream.shape)
+        tapped: Tensor = self.taps.residual_mlp(output)
+        return tapped
+
+    def _drop(self, output: Tensor) -> Tensor:
+        return nn.functional.dropout(output, p=self.dropout, training=self.training)
+
+
 class _GptNeoX(_Tapped):
     """GPT-NeoX with both sublayers side by side: one addition."""
 
@@ -260,6 +299,7 @@ _FORWARDS: Mapping[str, type[_Tapped]] = MappingProxyType(
         "gpt_oss.modeling_gpt_oss.GptOssDecoderLayer": _GptOss,
         "granite.modeling_granite.GraniteDecoderLayer": _Granite,
         "olmo2.modeling_olmo2.Olmo2DecoderLayer": _PostNorm,
+        "opt.modeling_opt.OPTDecoderLayer": _Opt,
         "phi.modeling_phi.PhiDecoderLayer": _Phi,
         "phi3.modeling_phi3.Phi3DecoderLayer": _Phi3,
     }
@@ -314,6 +354,8 @@ def _forward_of(layer: nn.Module) -> type[_Tapped] | None:
     kind: Any = type(layer)
     forward = _known(kind)
     if forward is _GptNeoX and not layer.use_parallel_residual:
+        return None
+    if forward is _Opt and not layer.do_layer_norm_before:
         return None
     if forward is _Gpt2 and hasattr(layer, "crossattention"):
         return None

@@ -10,11 +10,13 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    FalconH1Config,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GraniteConfig,
     LlamaConfig,
+    OPTConfig,
     PretrainedConfig,
     Qwen3Config,
 )
@@ -54,6 +56,24 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "granite": lambda: GraniteConfig(**SIZES, logits_scaling=7.0),
     "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.25),
+    "opt": lambda: OPTConfig(
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        ffn_dim=96,
+        word_embed_proj_dim=32,
+        vocab_size=256,
+        max_position_embeddings=128,
+        init_std=0.2,
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **SIZES,
+        mamba_n_heads=4,
+        mamba_d_head=24,
+        mamba_d_state=8,
+        mamba_d_ssm=96,
+        lm_head_multiplier=3.0,
+    ),
     "oasis": lambda: tiny_config("llama", "oasis_repo"),
 }
 

@@ -88,6 +88,9 @@ PLAIN: Mapping[str, Callable[[], Any]] = {
     ),
     "gpt_neox": lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**_NEOX)),
     **{name: partial(of_family, name) for name in _ALIKE},
+    "opt": lambda: of_family(
+        "opt", num_key_value_heads=4, ffn_dim=96, word_embed_proj_dim=48, init_std=0.2
+    ),
     "bitnet": partial(of_family, "bitnet"),
     "deepseek_v3": lambda: of_family(
         "deepseek_v3",

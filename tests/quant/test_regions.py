@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from oasis_eval.errors import QuantizationError, SpecError, UnsupportedSchemeError
+from oasis_eval.modeling.experts import separate_
 from oasis_eval.modeling.instrumentation import Point, instrumented
 from oasis_eval.modeling.variants import build_config, resolve_variant
 from oasis_eval.quant.backends import quantize_
@@ -294,13 +296,20 @@ def test_a_region_alone_equals_a_computation_by_hand(
         assert (len(covered), applied.coverage.num_sites) == (14, 0)
 
 
+def built(kind: str) -> Any:
+    """A model of a family, as it is after loading."""
+    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    separate_(model)
+    return model
+
+
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("kind", [*PLAIN, *OURS])
 def test_every_family_runs_and_is_restored(
     kind: str, static: bool, ids_BT: Tensor, batches: list[Batch]
 ) -> None:
     """8 bits hurt less than 4 in the full graph; what is undone is bit for bit what it was."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     names = [name for name, _ in model.named_modules()]
     kinds = [type(module) for module in model.modules()]
     parameters = dict(model.named_parameters())
@@ -517,7 +526,7 @@ def decoded(model: nn.Module, ids_BT: Tensor, mask_BT: Tensor | None = None) -> 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "gpt_neox", "oasis", "gated"])
 def test_cached_decoding_is_the_full_pass(kind: str, batches: list[Batch]) -> None:
     """With static ranges token by token gives what one pass gives, but for moved levels."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     ids_BT = tokens(1, 14, seed=3)
     with quantized(model, full(8, static=True), batches):
         whole = logits_of(model, ids_BT)
@@ -529,7 +538,7 @@ def test_cached_decoding_is_the_full_pass(kind: str, batches: list[Batch]) -> No
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "oasis"])
 def test_dynamic_ranges_do_not_see_the_future(kind: str) -> None:
     """A later token changes nothing before it: scores have ranges over visible keys only."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     ids_BT = tokens(1, 12, seed=3)
     other_BT = ids_BT.clone()
     other_BT[:, 8:] = 77
@@ -543,7 +552,7 @@ def test_dynamic_ranges_do_not_see_the_future(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "oasis"])
 def test_dynamic_ranges_decode_nearly_as_they_score(kind: str) -> None:
     """A moved level moves all later tokens a little; ranges over later keys would move them far."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     ids_BT = tokens(1, 12, seed=3)
     with quantized(model, full(8, static=False)):
         whole, steps = logits_of(model, ids_BT), decoded(model, ids_BT)
@@ -553,10 +562,12 @@ def test_dynamic_ranges_decode_nearly_as_they_score(kind: str) -> None:
     assert float((steps - whole).norm()) < 0.1 * float((coarse - whole).norm())
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "oasis", "oasis_repo_lowrank"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3", "gpt2", "mixtral", "deepseek_v3", "oasis", "oasis_repo_lowrank"]
+)
 def test_left_padding_and_batch_do_not_matter(kind: str, batches: list[Batch]) -> None:
     """Under static ranges a sequence has the logits it has alone, whoever is beside it."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     ids_BT = tokens(2, 12, seed=3)
     padded_BT = torch.cat([torch.zeros(2, 5, dtype=torch.long), ids_BT], dim=1)
     padded_BT[1] = tokens(1, 17, seed=4)
@@ -574,10 +585,12 @@ def test_left_padding_and_batch_do_not_matter(kind: str, batches: list[Batch]) -
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt2", "oasis", "oasis_repo_lowrank"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma2", "gpt2", "mixtral", "deepseek_v3", "oasis", "oasis_repo_lowrank"]
+)
 def test_padding_never_enters_calibration(kind: str, side: str) -> None:
     """Ranges of every region are those of the unpadded text."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     texts = [tokens(1, 9, seed=3), tokens(1, 14, seed=4)]
     alone = [Batch(text, torch.ones_like(text)) for text in texts]
     ids, mask = torch.full((2, 14), 7), torch.zeros(2, 14, dtype=torch.long)
@@ -600,7 +613,7 @@ def test_padding_never_enters_calibration(kind: str, side: str) -> None:
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2", "oasis"])
 def test_the_cache_holds_few_levels(kind: str, static: bool, batches: list[Batch]) -> None:
     """Keys and values have at most 16 levels per token and head, and are rounded once."""
-    model = build_plain(kind) if kind in PLAIN else ours(kind)
+    model = built(kind)
     cache = DynamicCache(config=model.config)
     # Alone: quantized outputs of the projections have few levels anyway.
     how = scheme("kv_cache", static=static, symmetric=not static)

@@ -129,7 +129,8 @@ def test_a_module_that_computes_something_else_is_left_alone() -> None:
     expected, before = logits(model, tokens(1, 12)), list(model.state_dict())
 
     assert separate_(model) == 1
-    assert torch.equal(logits(model, tokens(1, 12)), expected)
+    found, scale = logits(model, tokens(1, 12)), float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * scale)
     names = [name for name in before if "layers.0" in name]
     assert [name for name in model.state_dict() if "layers.0" in name] == names
     assert type(model.model.layers[0].mlp.experts) is Doubled

@@ -103,9 +103,9 @@ class OasisLM(TemplateLM):
             DataError: Neither card nor configuration says.
         """
         if self.prepared.context_length is None:
+            name = self.prepared.card.name
             raise DataError(
-                f"{self.prepared.card.name}: its configuration states no number of positions; "
-                "say in a card how many tokens may be used (context_length)"
+                f"{name}: no number of positions is known; give its card context_length"
             )
         return self.prepared.context_length
 

@@ -161,7 +161,7 @@ def _attending(model: nn.Module) -> list[nn.Module]:
     entries.update({name: partial(record, name) for name in names})
     try:
         _probe(model)
-    except Exception:
+    except (AttributeError, TypeError):
         # MPT asks for a mask by the name of the implementation, and uses the one it gets: none.
         if getattr(model, "_supports_attention_backend", True):
             raise

@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GPT2LMHeadModel,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    PhimoeConfig,
-    PhimoeForCausalLM,
-)
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from oasis_eval.errors import QuantizationError, SpecError
 from oasis_eval.modeling.experts import separate_
@@ -21,6 +14,7 @@ from oasis_eval.quant.schemes import resolve
 from oasis_eval.quant.targets import select
 from oasis_eval.record import Coverage
 from oasis_eval.spec import QuantScheme
+from tests.modeling.plain import build_plain
 from tests.quant.conftest import build_llama, logits_of
 
 
@@ -159,31 +153,15 @@ def test_layers_of_another_region_are_left_alone(llama: LlamaForCausalLM) -> Non
     )
 
 
-def mixtral() -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return MixtralForCausalLM(config).eval()
-
-
 def test_raw_experts_are_refused_by_name() -> None:
     """Expert weights in one tensor are no Linear; they are never passed through silently."""
     with pytest.raises(QuantizationError, match=r"experts\.\w+: a raw 4x\d+x\d+ weight"):
-        quantize_(mixtral(), resolve("w8a8"))
+        quantize_(build_plain("mixtral"), resolve("w8a8"))
 
 
 def test_raw_experts_can_be_skipped_and_count() -> None:
     """Skipped by the user's decision they are listed and weigh on the effective bits."""
-    coverage = quantize_(mixtral(), scheme_of(skip=("*.experts.*",))).coverage
+    coverage = quantize_(build_plain("mixtral"), scheme_of(skip=("*.experts.*",))).coverage
     left = reasons(coverage)
 
     assert left["model.layers.0.mlp.experts.down_proj"] == (
@@ -195,25 +173,13 @@ def test_raw_experts_can_be_skipped_and_count() -> None:
 
 def test_a_router_that_is_a_linear_is_left_alone_like_the_others() -> None:
     """Known by the class that the model declares, not by its name."""
-    torch.manual_seed(0)
-    config = PhimoeConfig(
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        vocab_size=256,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    model = PhimoeForCausalLM(config).eval()
+    model = build_plain("phimoe")
     separate_(model)
 
     coverage = quantize_(model, resolve("w8a8")).coverage
     left = reasons(coverage)
     assert left["model.layers.0.mlp.router"] == "router of experts, with a forward pass of its own"
-    assert coverage.num_quantized == 4 + 4 * 2
+    assert coverage.num_quantized == 2 * (4 + 4 * 2)
 
 
 def test_a_layer_that_computes_something_else_is_refused(llama: LlamaForCausalLM) -> None:

@@ -104,9 +104,7 @@ class OasisLM(TemplateLM):
         """
         if self.prepared.context_length is None:
             name = self.prepared.card.name
-            raise DataError(
-                f"{name}: no number of positions is known; give its card context_length"
-            )
+            raise DataError(f"{name}: no number of positions is known; give one in its card")
         return self.prepared.context_length
 
     @property

@@ -66,7 +66,7 @@ class QuantoBackend:
         applied = replace_(model, scheme, layers, keep_reference=keep_reference)
         if scheme.activations is not None and batches:
             try:
-                _calibrate(quanto, model, applied, batches)
+                _calibrate(quanto, model, applied, layers, batches)
             except BaseException:
                 applied.detach_()
                 raise
@@ -95,6 +95,8 @@ class QuantoLayers:
         self._weights = quanto.qint8 if scheme.weights.bits == 8 else quanto.qint4
         self._activations = quanto.qint8 if scheme.activations is not None else None
         self._group_size = scheme.weights.group_size
+        self.calibration: Any = None
+        """What observes inputs, while ranges are being fixed."""
 
     def convert(self, name: str, linear: nn.Linear) -> nn.Module:
         """Return the quantized layer of a Linear, its weight frozen."""
@@ -151,13 +153,18 @@ class QuantoLayers:
         return values
 
     def check_input(self, name: str, layer: nn.Module, x: Tensor) -> None:
-        """Refuse NaN and infinity, which would become ordinary codes."""
+        """Refuse NaN and infinity, which would become ordinary codes; show calibration the rest.
+
+        This is behind the rotation of an input and ahead of its quantizer.
+        """
         if self._activations is None or isinstance(x, self._quanto.QTensor):
             return
         if not bool(torch.isfinite(x).all()):
             raise QuantizationError(
                 f"{name}: an input is not finite, and optimum-quanto would make an integer of it"
             )
+        if self.calibration is not None:
+            self.calibration.calibrate_input(layer, (x,))
 
     def empty(self, linear: nn.Linear) -> nn.Module:
         """Return a layer with any codes and scales."""
@@ -221,20 +228,29 @@ class QuantoLayers:
 
 
 def _calibrate(
-    quanto: ModuleType, model: nn.Module, applied: LibraryApplied, batches: Sequence[Batch]
+    quanto: ModuleType,
+    model: nn.Module,
+    applied: LibraryApplied,
+    layers: QuantoLayers,
+    batches: Sequence[Batch],
 ) -> None:
     """Run the text through the model, sequence by sequence, and check that every layer saw it."""
     training = [module for module in model.modules() if module.training]
     device = next(model.parameters()).device
+    calibration = quanto.Calibration(streamline=False)
     try:
         model.eval()
-        with torch.no_grad(), quanto.Calibration(streamline=False):
+        with torch.no_grad(), calibration:
+            # The library's own hook is a global one and runs first, before an input is rotated.
+            calibration.pre_handle.remove()
+            layers.calibration = calibration
             for batch in batches:
                 for ids_T, mask_T in zip(batch.input_ids_BT, batch.attention_mask_BT, strict=True):
                     real_1T = ids_T[mask_T.bool()][None].to(device)
                     if real_1T.numel():
                         model(input_ids=real_1T, use_cache=False)
     finally:
+        layers.calibration = None
         for module in training:
             module.training = True
     unset = [name for name, layer in applied.layers.items() if _is_unset(layer)]

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 import torch
-from torch import Tensor
+from optimum.quanto import QLinear
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
@@ -18,6 +19,7 @@ from oasis_eval.quant.ranges import fake_quantize_weight
 from oasis_eval.quant.replacement import LibraryApplied
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.quant.support import unsupported
+from oasis_eval.quant.transforms.rotation import RotatedInput, Rotation
 from oasis_eval.spec import QuantScheme
 from tests.quant.conftest import build_llama, logits_of, nll_of
 from tests.quant.of_libraries import (
@@ -61,6 +63,42 @@ def test_input_scales_are_running_means(
 
     assert input_scales(applied)[0] == pytest.approx(float(0.9 * first + 0.1 * second), rel=1e-5)
     assert all(scale != 1 for scale in input_scales(applied))
+
+
+@pytest.mark.parametrize("name", ["quanto-w8a8-rot", "quanto-w8a8-smooth-rot"])
+def test_scales_are_of_the_inputs_that_are_quantized(name: str, ids_BT: Tensor) -> None:
+    """One sequence: 127 times a scale is the largest input of the layer behind its rotation."""
+    model = build_llama(hidden_size=64, intermediate_size=128)
+    batches = [Batch(ids_BT[:1], torch.ones_like(ids_BT[:1]))]
+    quantize_(model, resolve(name), batches)
+    layers = {name: module for name, module in model.named_modules() if type(module) is QLinear}
+    entered: dict[str, Tensor] = {}
+    rotated = []
+    for layer_name, layer in layers.items():
+        hooks = [h for h in layer._forward_pre_hooks.values() if isinstance(h, RotatedInput)]
+        rotated += [layer_name] * len(hooks)
+
+        def keep(_: nn.Module, args: tuple[Tensor], key: str = layer_name) -> None:
+            entered[key] = args[0].detach()
+
+        layer.register_forward_pre_hook(keep, prepend=True)
+    logits_of(model, ids_BT[:1])  # what calibration saw: each scale is set before it is used
+
+    assert [key.rsplit(".", 1)[-1] for key in rotated] == 2 * ["o_proj", "down_proj"]
+    for key, layer in layers.items():
+        x = entered[key][0].double()
+        if key in rotated:
+            signs = Rotation(x.shape[-1], seed=0)._signs
+            x = (x * signs) @ walsh(x.shape[-1]) / x.shape[-1] ** 0.5
+        assert float(layer.input_scale) == pytest.approx(float(x.abs().max()) / 127, rel=1e-4)
+
+
+def walsh(order: int) -> Tensor:
+    """Return the Hadamard matrix of a power of 2: -1 where two indices share an odd number of bits."""
+    entries = [
+        [(-1.0) ** (row & column).bit_count() for column in range(order)] for row in range(order)
+    ]
+    return torch.tensor(entries, dtype=torch.float64)
 
 
 def test_no_calibration_data_is_an_error(llama: LlamaForCausalLM) -> None:

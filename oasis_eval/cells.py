@@ -22,7 +22,7 @@ from oasis_eval.quant.libraries import PACKAGES
 from oasis_eval.record import SCHEMA_VERSION, DataInfo, Provenance, RunRecord
 from oasis_eval.spec import Backend, Dtype, ModelCard, RunSpec
 
-NUMBERS_VERSION = 1
+NUMBERS_VERSION = 2
 """Raised when a change of the code changes numbers that no protocol version covers."""
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "lm_eval", "datasets", "numpy")

@@ -154,8 +154,6 @@ class DepthQueryProjection(nn.Linear):
     """Query of a low-rank router; a type of its own, so that `_init_weights` zeroes it."""
 
     quantization_region = "depth_router"
-    output_region = "depth_query"
-    """What leaves it is the tap `depth_query`, and no ordinary output of a projection."""
 
 
 class DepthRouter(DepthPort):

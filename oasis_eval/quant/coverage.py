@@ -143,7 +143,7 @@ def _group(fmt: TensorFormat | None, width: int) -> int | None:
 def _covered(target: Target, scheme: QuantScheme) -> ModuleCoverage:
     weights, activations = scheme.weights, scheme.activations
     num_outputs, num_inputs = _outputs_and_inputs(target)
-    width = num_inputs if quantizes_inputs(scheme) else num_outputs
+    width = num_inputs if quantizes_inputs(scheme, target.region) else num_outputs
     notes = []
     if target.is_copy and weights is not None:
         notes.append(COPY_NOTE)

@@ -221,11 +221,13 @@ class _Quantizers:
 
     def layer(self, target: Target, session: Session) -> LayerQuantization:
         """Return how `target` quantizes its activations."""
+        has_inputs = quantizes_inputs(self._scheme, target.region)
+        has_outputs = quantizes_outputs(self._scheme, target.region)
         return LayerQuantization(
             name=target.name,
             session=session,
-            inputs=self._get(target, "input") if quantizes_inputs(self._scheme) else None,
-            outputs=self._get(target, "output") if _has_outputs(target, self._scheme) else None,
+            inputs=self._get(target, "input") if has_inputs else None,
+            outputs=self._get(target, "output") if has_outputs else None,
         )
 
     def tap(self, site: RegionSite, session: Session, *, like: Tensor) -> TapQuantization:
@@ -266,9 +268,9 @@ def _static_ranges(
         )
     sites = []
     for target in selection.targets:
-        if quantizes_inputs(scheme):
+        if quantizes_inputs(scheme, target.region):
             sites.append(Site(target.name, target.module, "input"))
-        if _has_outputs(target, scheme):
+        if quantizes_outputs(scheme, target.region):
             sites.append(Site(target.name, target.module, "output"))
     for site in selection.sites:
         if is_static(site.region, scheme):
@@ -276,11 +278,6 @@ def _static_ranges(
     if not sites:
         return {}
     return calibrate(model, sites, scheme.activations, batches)
-
-
-def _has_outputs(target: Target, scheme: QuantScheme) -> bool:
-    """Return whether what leaves a layer is quantized there, and not by a region's own tap."""
-    return quantizes_outputs(scheme) and target.output_region == "linear_outputs"
 
 
 def _entry_points(model: nn.Module) -> list[nn.Module]:

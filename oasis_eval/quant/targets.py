@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from oasis_eval.errors import QuantizationError, SpecError, UnsupportedSchemeError
+from oasis_eval.quant.mixtures import Mixtures, mixtures_of
 from oasis_eval.quant.regions import EVERYWHERE, RegionSite, running_taps, tap_sites
 from oasis_eval.spec import QuantScheme, Region
 
 _NEVER_ABSENT: frozenset[Region] = frozenset(
     {"linear_inputs", "linear_outputs", "lm_head", "embedding"}
 )
+_LARGEST_RAW_SHARE = 0.25
+"""Elements of raw weights over those of linear layers; positions and the like are well below."""
 
 
 class Target(NamedTuple):
@@ -34,8 +37,6 @@ class Target(NamedTuple):
     weight, so that a copy of it is quantized."""
     region: Region = "linear_inputs"
     """`linear_inputs` for ordinary layers; small projections, embeddings and the head differ."""
-    output_region: Region = "linear_outputs"
-    """Another one where what leaves the layer is no ordinary output."""
 
     @property
     def weight(self) -> Tensor:
@@ -93,19 +94,24 @@ def select(model: nn.Module, scheme: QuantScheme) -> Selection:
     names = [*linears, *raw, *(tap.name for tap in taps)]
     _check_patterns(scheme, names + list(embeddings if "embedding" in scheme.regions else ()))
     head = _head(model, linears)
-    routers = _routers(model)
+    mixtures = mixtures_of(model)
+    region_of: dict[str, Region] = {
+        name: "lm_head" if module is head else _region_of(module, mixtures)
+        for name, module in linears.items()
+    }
     covered: dict[str, nn.Module] = {}
     skipped = []
     for name, module in linears.items():
-        reason = _skip_reason(name, module, scheme, is_head=module is head)
-        if reason is None and isinstance(module, routers):
-            reason = "router of experts, with a forward pass of its own"
+        region = region_of[name]
+        reason = _skip_reason(name, region, scheme)
+        if reason is None and id(module) in mixtures.routing:
+            reason = "router of experts, or a part of one"
         if reason is None:
             _refuse_foreign(name, module)
             covered[name] = module
         else:
             skipped.append(Skipped(name, reason))
-    skipped += _skipped_raw(raw, scheme)
+    skipped += _skipped_raw(raw, scheme, mixtures, list(linears.values()))
     tables: dict[str, nn.Module] = {}
     for name, module in embeddings.items():
         reason = _embedding_reason(name, scheme)
@@ -118,19 +124,16 @@ def select(model: nn.Module, scheme: QuantScheme) -> Selection:
             skipped.append(Skipped(name, "convolution, not a Linear"))
     sites = _sites(model, scheme, taps)
     skipped += sites.skipped
-    present = sites.present | {_region_of(m) for m in linears.values()} | _NEVER_ABSENT
+    present = sites.present | set(region_of.values()) | _NEVER_ABSENT
     absent = tuple(region for region in scheme.regions if region not in present)
     _refuse_missing(model, scheme, absent)
     if not (covered or tables or sites.chosen):
         _refuse_nothing(scheme, len(linears), skipped, absent)
     others = _weights_of_others(model, [*covered.values(), *tables.values()])
-    targets = []
-    for name, m in covered.items():
-        region = "lm_head" if m is head else _region_of(m)
-        outputs: Region = getattr(m, "output_region", "linear_outputs")
-        targets.append(Target(name, m, id(m.weight) in others, region, outputs))
     return Selection(
-        tuple(targets),
+        tuple(
+            Target(name, m, id(m.weight) in others, region_of[name]) for name, m in covered.items()
+        ),
         tuple(skipped),
         len(linears),
         tuple(Target(name, m, id(m.weight) in others, "embedding") for name, m in tables.items()),
@@ -139,19 +142,23 @@ def select(model: nn.Module, scheme: QuantScheme) -> Selection:
     )
 
 
-def quantizes_inputs(scheme: QuantScheme) -> bool:
-    """Return whether activations are quantized where they enter a covered layer.
+def quantizes_inputs(scheme: QuantScheme, region: Region) -> bool:
+    """Return whether activations are quantized where they enter a covered layer of `region`.
 
-    `lm_head` alone names a layer and no side of it, and means the input.
+    Only ordinary layers have a region of their own for either side: the head, gates and routers
+    are weights and input wherever they are named.
     """
-    return scheme.activations is not None and not (
-        "linear_outputs" in scheme.regions and "linear_inputs" not in scheme.regions
+    outputs_alone = "linear_outputs" in scheme.regions and "linear_inputs" not in scheme.regions
+    return scheme.activations is not None and not (region == "linear_inputs" and outputs_alone)
+
+
+def quantizes_outputs(scheme: QuantScheme, region: Region) -> bool:
+    """Return whether activations are quantized where they leave a covered layer of `region`."""
+    return (
+        scheme.activations is not None
+        and region == "linear_inputs"
+        and "linear_outputs" in scheme.regions
     )
-
-
-def quantizes_outputs(scheme: QuantScheme) -> bool:
-    """Return whether activations are quantized where they leave a covered layer."""
-    return scheme.activations is not None and "linear_outputs" in scheme.regions
 
 
 def _head(model: nn.Module, linears: dict[str, nn.Module]) -> nn.Module | None:
@@ -174,22 +181,6 @@ def _head(model: nn.Module, linears: dict[str, nn.Module]) -> nn.Module | None:
     return None
 
 
-def _routers(model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Return the classes that choose experts, as the models of transformers declare them.
-
-    Most hold a raw matrix; those that are Linears are treated alike, and not by name.
-    """
-    found: list[type[nn.Module]] = []
-    for module in model.modules():
-        declared = getattr(module, "_can_record_outputs", None) or {}
-        entry = declared.get("router_logits", ())
-        for item in entry if isinstance(entry, list | tuple) else (entry,):
-            kind = getattr(item, "target_class", item)
-            if isinstance(kind, type) and "forward" in vars(kind):
-                found.append(kind)
-    return tuple(found)
-
-
 def _raw_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters of two or more dimensions that no known kind of layer owns."""
     known = nn.Linear | Conv1D | nn.Embedding | nn.modules.conv._ConvNd
@@ -200,20 +191,38 @@ def _raw_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
                     yield name, parameter
 
 
-def _skipped_raw(raw: dict[str, nn.Parameter], scheme: QuantScheme) -> Iterator[Skipped]:
+def _skipped_raw(
+    raw: dict[str, nn.Parameter],
+    scheme: QuantScheme,
+    mixtures: Mixtures,
+    linears: list[nn.Module],
+) -> Iterator[Skipped]:
+    left: dict[str, int] = {}
     for name, parameter in raw.items():
         shape = "x".join(str(size) for size in parameter.shape)
         pattern = _matching(name, scheme)
         if pattern is not None:
             yield Skipped(name, f"skip pattern {pattern!r} (raw weight of {shape})")
-        elif parameter.dim() == 3:
+        elif parameter.dim() == 3 or id(parameter) in mixtures.experts:
             raise QuantizationError(
                 f"{name}: a raw {shape} weight (experts in one tensor), which this version cannot "
                 f"quantize; add {name!r} or a pattern to the scheme's 'skip' to leave it in "
                 "floating point"
             )
         else:
+            left[name] = parameter.numel()
             yield Skipped(name, f"raw weight of {shape}, not a Linear")
+    share = sum(left.values()) / max(1, sum(_numel(module) for module in linears))
+    if linears and share > _LARGEST_RAW_SHARE:
+        raise QuantizationError(
+            f"{max(left, key=left.__getitem__)} and {len(left) - 1} more raw weights are no Linear "
+            f"and have {share:.0%} as many elements as all linear layers, too many to be left out "
+            "silently; add patterns to the scheme's 'skip' to leave them in floating point"
+        )
+
+
+def _numel(module: nn.Module) -> int:
+    return module.weight.numel()  # type: ignore[operator]  # a Linear's weight
 
 
 class _Sites(NamedTuple):
@@ -240,7 +249,9 @@ def _sites(model: nn.Module, scheme: QuantScheme, taps: list[RegionSite]) -> _Si
     return sites
 
 
-def _region_of(module: nn.Module) -> Region:
+def _region_of(module: nn.Module, mixtures: Mixtures) -> Region:
+    if id(module) in mixtures.gates:
+        return "attention_gate"
     region: Region = getattr(module, "quantization_region", "linear_inputs")
     return region
 
@@ -302,13 +313,12 @@ def _check_patterns(scheme: QuantScheme, names: list[str]) -> None:
             )
 
 
-def _skip_reason(name: str, module: nn.Module, scheme: QuantScheme, *, is_head: bool) -> str | None:
+def _skip_reason(name: str, region: Region, scheme: QuantScheme) -> str | None:
     pattern = _matching(name, scheme)
     if pattern is not None:
         return f"skip pattern {pattern!r}"
-    if is_head:
-        return None if "lm_head" in scheme.regions else "LM head: the region is not in the scheme"
-    region = _region_of(module)
+    if region == "lm_head":
+        return None if region in scheme.regions else "LM head: the region is not in the scheme"
     if region != "linear_inputs":
         if region in scheme.regions:
             return None

@@ -94,7 +94,7 @@ def test_scales_are_of_the_inputs_that_are_quantized(name: str, ids_BT: Tensor) 
 
 
 def walsh(order: int) -> Tensor:
-    """Return the Hadamard matrix of a power of 2: -1 where two indices share an odd number of bits."""
+    """Return the Hadamard matrix of a power of two: -1 where indices share an odd number of 1s."""
     entries = [
         [(-1.0) ** (row & column).bit_count() for column in range(order)] for row in range(order)
     ]

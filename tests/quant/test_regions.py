@@ -433,6 +433,54 @@ def test_depth_and_gate_regions_equal_the_literal_model(case: str, region: Regio
     assert float((actual - plain).abs().max()) > 1e-4
 
 
+SMALL: tuple[Region, ...] = ("attention_gate", "depth_router", "lm_head")
+
+
+@pytest.mark.parametrize("case", ["gated", "gated_g1", "oasis_repo_lowrank"])
+@pytest.mark.parametrize(
+    "regions",
+    [
+        ("linear_inputs", "linear_outputs", *SMALL),
+        ("linear_inputs", "linear_outputs"),
+        ("linear_inputs", "linear_outputs", "lm_head"),
+        ("linear_outputs", *SMALL),
+        ("linear_inputs", *SMALL),
+        SMALL,
+    ],
+    ids="+".join,
+)
+def test_outputs_are_those_of_ordinary_layers_alone(case: str, regions: tuple[Region, ...]) -> None:
+    """Layer by layer, by hand: the head, gates and routers are input alone, wherever named."""
+    model = ours(case)
+    passed: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def keep(name: str, given: Tensor, output: Tensor) -> None:
+        passed[name] = (given.clone(), output.clone())
+
+    with quantized(model, scheme(*regions)):
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(
+                    lambda _, args, output, name=name: keep(name, args[0], output)
+                )
+        logits_of(model, tokens(1, 9))
+    checked = {False: 0, True: 0}
+    for name, (given, output) in passed.items():
+        is_small = "gate" in name.replace("gate_proj", "") or "_res_" in name or name == "lm_head"
+        kind = "depth_router" if "_res_" in name else "attention_gate"
+        kind = "lm_head" if name == "lm_head" else kind
+        has_input = (kind if is_small else "linear_inputs") in regions
+        has_output = not is_small and "linear_outputs" in regions
+        layer = model.get_submodule(name)
+        x = rows(given) if has_input else given
+        y = F.linear(x, layer.weight, layer.bias)
+        torch.testing.assert_close(rows(y) if has_output else y, output)
+        checked[is_small] += 1
+
+    assert checked[False] == 3 * 7
+    assert checked[True] > 3
+
+
 @pytest.mark.parametrize("case", ["oasis", "oasis_repo_lowrank"])
 def test_queries_and_depth_weights_stay_in_the_full_graph(case: str) -> None:
     """They, the head and norms are not touched; low-rank projections are, but for their output."""

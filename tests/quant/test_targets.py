@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from oasis_eval.quant.schemes import resolve
 from oasis_eval.quant.targets import select
 from oasis_eval.record import Coverage
 from oasis_eval.spec import QuantScheme
-from tests.modeling.plain import build_plain
+from tests.modeling.plain import build_plain, of_family
 from tests.quant.conftest import build_llama, logits_of
 
 
@@ -171,15 +173,104 @@ def test_raw_experts_can_be_skipped_and_count() -> None:
     assert coverage.effective_weight_bits > 25
 
 
-def test_a_router_that_is_a_linear_is_left_alone_like_the_others() -> None:
-    """Known by the class that the model declares, not by its name."""
-    model = build_plain("phimoe")
-    separate_(model)
+def dbrx() -> Any:
+    """A model whose experts are raw matrices of two dimensions."""
+    feed_forward = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
+    return of_family(
+        "dbrx",
+        d_model=48,
+        n_heads=4,
+        n_layers=2,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+        ffn_config=feed_forward,
+    )
 
-    coverage = quantize_(model, resolve("w8a8")).coverage
-    left = reasons(coverage)
-    assert left["model.layers.0.mlp.router"] == "router of experts, with a forward pass of its own"
-    assert coverage.num_quantized == 2 * (4 + 4 * 2)
+
+@pytest.mark.parametrize("name", ["w4a4", "w4a4-static", "w16a4", "w4a4-real", "nf4"])
+def test_experts_in_matrices_are_refused_by_name(name: str) -> None:
+    """DBRX keeps all experts' rows in one matrix; the router beside them tells what it is."""
+    model = dbrx()
+    separate_(model)
+    with pytest.raises(QuantizationError, match=r"experts\.mlp\.w1: a raw 128x48 weight"):
+        select(model, resolve(name))
+
+    mine = resolve("w4a4").model_copy(update={"name": "mine", "skip": ("*.experts.*",)})
+    names = [target.name for target in select(model, mine).targets]
+    assert len(names) == 2 * 2
+    assert not any("router" in name for name in names)
+
+
+def test_many_raw_weights_are_not_left_out_silently(llama: LlamaForCausalLM) -> None:
+    """A matrix of a quarter of all linear layers is nobody's decision; positions are small."""
+    elements = sum(m.weight.numel() for m in llama.modules() if isinstance(m, nn.Linear))
+    llama.model.positions = nn.Parameter(torch.zeros(elements // 4 // 48, 48))
+    select(llama, resolve("w8a8"))
+    llama.model.blob = nn.Parameter(torch.zeros(2, 48))
+    with pytest.raises(QuantizationError, match=r"positions and 1 more raw weights .* 25% as many"):
+        select(llama, resolve("w8a8"))
+
+    assert len(select(llama, scheme_of(skip=("model.positions",))).targets) == 14
+
+
+ROUTERS = {
+    "phimoe": ["router"],
+    "hunyuan_v1_moe": ["gate.wg"],
+    "afmoe": ["router.gate"],
+    "zaya": [
+        f"gate.{part}"
+        for part in ("down_proj", *(f"router_mlp.{x}" for x in ("fc1", "fc2", "out_proj")))
+    ],
+}
+
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_a_router_of_linears_is_left_alone_like_the_others(family: str) -> None:
+    """Known by the class that the model declares, not by its name; experts are quantized."""
+    changes: dict[str, Any] = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    if family == "hunyuan_v1_moe":
+        changes |= {"head_dim": 12, "moe_topk": 2}
+    if family == "zaya":
+        changes |= {"num_experts_per_tok": 1, "router_hidden_size": 16}
+    if family == "afmoe":
+        changes |= {"num_dense_layers": 1, "moe_intermediate_size": 32, "head_dim": 12}
+    model = of_family(family, **changes)
+    separate_(model)
+    reason = "router of experts, or a part of one"
+    for regions in ((), ("linear_inputs", "linear_outputs", "attention_gate", "lm_head")):
+        selection = select(model, resolve("w8a8").model_copy(update={"regions": regions}))
+        left = [item.name for item in selection.skipped if item.reason == reason]
+        names = [target.name for target in selection.targets]
+        last = {name.rpartition(".mlp.")[2] for name in left}
+
+        assert last == set(ROUTERS[family])
+        assert not set(left) & set(names)
+        assert sum(".experts." in name for name in names) > 0
+
+
+def test_a_mixture_that_is_declared_as_a_whole_is_no_router() -> None:
+    """Doge's router logits come from the module that has the dense projections, too."""
+    model = of_family("doge", is_moe=True, num_experts=16, num_experts_per_tok=2)
+    names = [target.name.rpartition(".")[2] for target in select(model, resolve("w8a8")).targets]
+
+    assert names.count("down_proj") == 2
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_next"])
+def test_the_gate_of_a_shared_expert_is_a_gate(family: str) -> None:
+    """Like other gates it is quantized where that region is named, as in the full graph."""
+    settings = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = of_family(family, shared_expert_intermediate_size=32, **settings)
+    separate_(model)
+    gate = "model.layers.0.mlp.shared_expert_gate"
+    plain = select(model, resolve("w8a8"))
+    named = select(
+        model, resolve("w8a8").model_copy(update={"regions": ("linear_inputs", "attention_gate")})
+    )
+    reasons = {item.name: item.reason for item in plain.skipped}
+
+    assert reasons[gate] == "belongs to region attention_gate, which the scheme does not name"
+    assert {t.name: t.region for t in named.targets}[gate] == "attention_gate"
+    assert len(named.targets) == len(plain.targets) + 2
 
 
 def test_a_layer_that_computes_something_else_is_refused(llama: LlamaForCausalLM) -> None:

@@ -1,8 +1,8 @@
 """Text for training, calibration, perplexity and diagnostics: files or data sets become rows.
 
 The one idea: whatever the origin (hub data set, local file, the suite's own generator), a corpus
-is the same rows in the same order, with the hash of exactly what was read. How rows become a stream
-or documents is decided here once, so no two uses of a text can differ.
+is the same rows in the same order, with the hash of exactly what was read and of what its rows are.
+How rows become a stream or documents is decided here once, so no two uses of a text can differ.
 """
 
 from __future__ import annotations
@@ -213,7 +213,8 @@ def _corpus(
     place = origin if Path(origin).name == name else f"{name}: {origin}"
     if not any(value.strip() for row in kept for value in row.values()):
         raise DataError(f"{place} holds no text ({len(kept)} rows)")
-    digest = hashlib.sha256()
+    # The same rows as lines of WikiText make other documents, and so other numbers.
+    digest = hashlib.sha256(b"wikitext\n" if layout == "wikitext" else b"")
     for number, row in enumerate(kept, start=1):
         try:
             digest.update(json.dumps(row, sort_keys=True, ensure_ascii=False).encode())

@@ -96,7 +96,7 @@ def test_wikitext_is_one_corpus_in_every_format(tmp_path: Path, write: Writer) -
 
 def _hash(texts: Sequence[str]) -> str:
     lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    return hashlib.sha256(("wikitext\n" + "".join(lines)).encode()).hexdigest()
 
 
 @pytest.mark.parametrize("task", ["wikitext2", "wiki40b", "bookcorpus", "text"])
@@ -333,6 +333,19 @@ def test_the_held_out_books_are_chosen_by_their_content(monkeypatch: pytest.Monk
     assert 5 <= len(forward.rows) <= 40
     assert sorted(forward.texts()) == sorted(backward.texts())
     assert forward.split == "oasis-heldout-1-per-mille"
+
+
+def test_the_hash_sees_what_the_rows_are(tmp_path: Path) -> None:
+    """The same rows as lines of WikiText and as documents are scored as other documents."""
+    rows = [{"text": line} for line in RAW.splitlines(keepends=True)]
+    lines, documents = tmp_path / "w.raw", tmp_path / "w.jsonl"
+    lines.write_text(RAW)
+    documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    as_lines, as_documents = (corpus.load("text", data=str(path)) for path in (lines, documents))
+
+    assert (as_lines.layout, as_documents.layout) == ("wikitext", "documents")
+    assert len(as_lines.documents()) < len(as_documents.documents())
+    assert as_lines.sha256 != as_documents.sha256
 
 
 # --- text to tokens -----------------------------------------------------------------------------

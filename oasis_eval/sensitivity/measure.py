@@ -103,6 +103,7 @@ def sensitivity(
         {
             "version": [VERSION, FIDELITY_VERSION, NUMBERS_VERSION],
             "checkpoint": loaded.digest,
+            "card": loaded.card.model_dump(mode="json", exclude={"name", "source", "seed"}),
             "scheme": scheme.model_dump(mode="json", exclude={"description"}),
             "parts": [plan.by, plan.all_but_one],
             "protocol": parse_protocol(task.protocol).sha256,

@@ -177,6 +177,19 @@ def test_another_question_is_another_file(model: Path, text: Path, tmp_path: Pat
     assert len(list(tmp_path.glob("*.json"))) == len(list(tmp_path.glob("*.csv"))) == 4
 
 
+def test_another_card_is_another_file(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its context length decides how calibration text is cut, for example."""
+    plan = plan_of(model, text, by="region", limit=1)
+    card = resolve(plan.model)
+    for length in (128, 64):
+        changed = card.model_copy(update={"context_length": length})
+        monkeypatch.setattr(measuring, "resolve", lambda _, changed=changed: changed)
+        sensitivity(plan, tmp_path)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+
+
 def test_a_damaged_file_is_refused(model: Path, text: Path, tmp_path: Path) -> None:
     """It is not trusted, and not overwritten without a word."""
     plan = plan_of(model, text, by="region", limit=1)

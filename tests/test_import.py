@@ -475,3 +475,46 @@ def test_evaluate_harness_and_import_give_one_number(
     assert found.protocols[0].sha256 == measured.protocols[0].sha256
     table = build_table([by_scheme["fp32"], found], TableSpec())
     assert [cell.status for row in table.cells for cell in row] == ["ok", "ok"]
+
+
+def test_passkey_is_one_record_with_its_limit(write: Write) -> None:
+    """As `evaluate` has it: completions and the key's loss together, prompts counted."""
+    value = ours(limit=10.0)
+    metadata = {"metadata": {"version": 1, "corpus_name": "passkey", "protocol": "passkey-1024"}}
+    value["results"] = {
+        "oasis_passkey": {"exact_match,none": 0.4, "unread,none": 0.1},
+        "oasis_passkey_answer": {"answer_nll_per_token,none": 1.5, "greedy_match,none": 0.3},
+    }
+    value["configs"] = {
+        "oasis_passkey": metadata | {"generation_kwargs": {"max_gen_toks": 16}},
+        "oasis_passkey_answer": metadata,
+    }
+    names = ("oasis_passkey", "oasis_passkey_answer")
+    value["n-shot"] = dict.fromkeys(names, 0)
+    value["n-samples"] = dict.fromkeys(names, {"original": 150, "effective": 10})
+
+    (found,) = read_results(write(value))
+
+    task = found.spec.task
+    assert (task.name, task.protocol) == ("passkey", "passkey-1024")
+    assert (task.limit, task.max_new_tokens) == (10, 16)
+    assert {item.name: item.count for item in found.metrics} == dict.fromkeys(
+        ("answer_nll_per_token", "exact_match", "greedy_match", "unread"), 10
+    )
+    assert found.protocols[0].sha256 == parse_protocol("passkey-1024").sha256
+    assert found.protocols[0].details == {
+        "limit": 10,
+        "batch_size": 1,
+        "window": 1024,
+        "lengths": "256, 512, 1024",
+        "max_new_tokens": 16,
+    }
+
+
+def test_the_seed_is_that_of_the_training(write: Write) -> None:
+    """That of the card, which `evaluate` takes too; the harness's own draws the examples."""
+    value = ours(random_seed=7)
+    assert {item.spec.seed for item in read_results(write(value))} == {7}
+    value["config"]["oasis_card"]["seed"] = 3  # type: ignore[index]
+
+    assert {item.spec.seed for item in read_results(write(value))} == {3}

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from oasis_eval.errors import RecordError
 from oasis_eval.harness.answers import FILTERS
-from oasis_eval.harness.protocols import QUESTION_TASKS, Details, parse_protocol
+from oasis_eval.harness.protocols import TASKS, Details, parse_protocol
 from oasis_eval.harness.results_file import (
     ResultsFile,
     SampleCount,
@@ -46,7 +46,12 @@ AS_RUN = "as lm-eval ran it"
 """Name of the scheme of a foreign model."""
 
 _OURS = "oasis_"
-_QUESTIONS = {f"oasis_{task}{part}": task for task in QUESTION_TASKS for part in ("", "_answer")}
+_QUESTIONS = {
+    f"{_OURS}{task}{part}": task
+    for task, protocol in TASKS.items()
+    if parse_protocol(protocol).asks
+    for part in ("", "_answer")
+}
 """Tasks of lm-eval that ask what a task of ours asks, or score its reference answers."""
 _NAMES = ("pretrained", "model", "path", "engine")
 """Arguments that name the model, in lm-eval's own order."""
@@ -139,7 +144,7 @@ def _records(file: ResultsFile, model: _Model) -> Iterator[RunRecord]:
                 scheme=model.scheme,
                 task=task,
                 dtype=config.oasis_dtype or _DTYPES.get(config.model_dtype or ""),
-                seed=config.random_seed or 0,
+                seed=(config.random_seed or 0) if model.card.seed is None else model.card.seed,
                 batch_size=batch_size if isinstance(batch_size, int) else None,
                 device=config.oasis_device,
                 model_type=config.model,
@@ -211,7 +216,8 @@ def _task(file: ResultsFile, name: str) -> TaskRef:
     task, protocol, data = name, "lm-eval" if shots is None else f"lm-eval {shots}-shot", None
     limit = _limit(file, name)
     if name in _QUESTIONS:
-        task, protocol = _QUESTIONS[name], f"gsm8k-{shots or 0}shot"
+        task = _QUESTIONS[name]
+        protocol = str(metadata.get("protocol") or f"gsm8k-{shots or 0}shot")
     elif _is_ours(file, name):
         task, protocol = str(metadata["corpus_name"]), str(metadata["protocol"])
         if not parse_protocol(protocol).per_document:
@@ -285,7 +291,14 @@ def _details(file: ResultsFile, name: str, task: TaskRef, values: Mapping[str, f
     size = config.batch_size
     whole = int(size) if size is not None and str(size).isdigit() else size
     details: Details = {"limit": task.limit, "batch_size": whole}
-    if name in _QUESTIONS:
+    protocol = parse_protocol(task.protocol) if _is_ours(file, name) else None
+    if protocol is not None and protocol.kind == "passkey":
+        details |= {
+            "window": protocol.window,
+            "lengths": ", ".join(map(str, protocol.lengths)),
+            "max_new_tokens": task.max_new_tokens,
+        }
+    elif name in _QUESTIONS:
         count = file.samples.get(name, SampleCount()).effective or 0
         details |= {
             "shots": file.shots.get(name),
@@ -296,8 +309,8 @@ def _details(file: ResultsFile, name: str, task: TaskRef, values: Mapping[str, f
         for metric in ("cut", "unread", "prompt_truncated"):
             if count and math.isfinite(values.get(metric, math.nan)):
                 details[f"num_{metric}"] = round(values[metric] * count)
-    elif _is_ours(file, name):
-        details["window"] = parse_protocol(task.protocol).window
+    elif protocol is not None:
+        details["window"] = protocol.window
         if "num_skipped" in values:
             details["skipped"] = int(values["num_skipped"])
     else:

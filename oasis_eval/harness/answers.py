@@ -9,9 +9,12 @@ from decimal import Decimal, InvalidOperation
 FILTERS = {"pass@1": "strict", "pass@1_flexible": "flexible"}
 """How each metric reads an answer."""
 
-# A number with optional thousands separators; a full stop counts only before a digit, so that the
-# one that ends a sentence does not.
-_ANY = re.compile(r"(?<![\w.])[-\u2212]?[$€£]?\s?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+")
+# A number with optional thousands separators. A full stop belongs to it between digits, and before
+# one where nothing stands in front: not that of a sentence, an abbreviation or an ellipsis.
+_ANY = re.compile(
+    r"(?<!\w)(?<!\d\.)[-\u2212]?[$€£]?\s?"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)"
+)
 _STRICT = re.compile(r"####\s*(.+)")
 
 

@@ -31,7 +31,7 @@ VERSIONS: dict[Kind, int] = {
     "openattnres": 1,
     "llamacpp": 1,
     "context": 1,
-    "gsm8k": 2,
+    "gsm8k": 3,
     "passkey": 1,
 }
 """Raised when a change of the code changes a protocol's numbers."""
@@ -345,8 +345,10 @@ def _context(texts: Sequence[str], tokenizer: Any, window: int, limit: int | Non
     head = head_tokens(tokenizer)
     body = window - len(head)
     scored = len(ids) - 1 if limit is None else min(len(ids) - 1, limit * CONTEXT_UNIT)
-    if body < 1 or scored < body:
-        raise _short(f"context-{window}", scored + 1, max(body, 1) + 1)
+    if body < 1 or len(ids) <= body:
+        raise _short(f"context-{window}", len(ids), max(body, 1) + 1)
+    if scored < body:
+        raise DataError(f"context-{window}: --limit {limit} is {scored} tokens; give one window's")
     windows = []
     for start in range(0, scored, body):
         stop = min(start + body, scored)

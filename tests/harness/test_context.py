@@ -55,6 +55,12 @@ def test_every_token_but_the_first_is_scored_once(length: int, adds_start: bool)
     assert all(len(window.input_ids) == length for window in found[:-1])
 
 
+def test_a_limit_below_a_window_is_named() -> None:
+    """The text is long enough; a larger limit is what helps."""
+    with pytest.raises(DataError, match="context-2048: --limit 1 is 1024 tokens; give one window"):
+        windows(tiny.build_tokenizer(), 2048, text=tiny.prose(3000), limit=1)
+
+
 def test_a_limit_is_the_same_tokens_under_every_context() -> None:
     """It counts units of scored tokens, not windows."""
     tokenizer = tiny.build_tokenizer()

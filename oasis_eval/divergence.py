@@ -42,7 +42,7 @@ class TokenChanges(NamedTuple):
     base_nll: Tensor
     """Loss under the base, nats, float64."""
     same_top: Tensor
-    """Boolean: whether the base's most likely token is one of the other's."""
+    """Boolean: whether the base's most likely token is the other's; of equal ones the first is."""
 
 
 def token_changes(
@@ -73,7 +73,7 @@ def _changes_of_block(
     target_R = base_RV.gather(-1, targets_R[:, None])[:, 0]
     peak_R1 = base_RV.gather(-1, top_R[:, None])
     there_R1 = other_RV.gather(-1, top_R[:, None])
-    same_top_R = there_R1[:, 0] == other_RV.amax(-1)
+    same_top_R = other_RV.argmax(-1) == top_R
     # What all logits of a row have in common is taken off first, or it would cost digits.
     weight_RV = base_RV - peak_R1
     change_RV = (other_RV - there_R1).sub_(weight_RV)

@@ -27,7 +27,7 @@ from oasis_eval.references import Reference
 from oasis_eval.spec import Dtype
 from oasis_eval.statistics import Interval, log_perplexity_difference
 
-VERSION = 1
+VERSION = 2
 """Raised when a change of the code changes a number."""
 WORST_TOKENS = 0.01
 """Share of the tokens whose part of all divergence and of all loss increase is measured."""
@@ -47,7 +47,7 @@ class WindowFidelity(NamedTuple):
     """Loss under the scheme."""
     reference_nll: Array
     same_top: NDArray[np.bool_]
-    """Whether both models find the same token most likely."""
+    """Whether both models predict the same token; of equally likely ones the first is it."""
 
 
 @dataclass(frozen=True, slots=True)

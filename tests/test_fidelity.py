@@ -269,6 +269,14 @@ def test_far_and_near_logits(scale: float, shift: float) -> None:
     torch.testing.assert_close(found.nll.double(), change, rtol=1e-5, atol=2e-5)
 
 
+def test_a_collapsed_model_does_not_find_every_token() -> None:
+    """All logits equal: its prediction is the first token, not any that is asked for."""
+    base_RV = torch.eye(4)
+    found = token_changes(base_RV, torch.zeros(4, 4), torch.arange(4), base_RV.argmax(-1))
+
+    assert found.same_top.tolist() == [True, False, False, False]
+
+
 def test_tails() -> None:
     """The largest of what is positive; one token at least."""
     values = np.array([-5.0, 0.0, 1.0, 3.0, 6.0])

@@ -22,7 +22,7 @@ from oasis_eval.parsing import content_hash
 from oasis_eval.prepared import PreparedModel
 from oasis_eval.record import LayerStat, Metric, ProtocolInfo
 
-VERSION = 1
+VERSION = 2
 """Raised when a change of the code changes a number."""
 
 _SUMMARY = (

@@ -184,7 +184,8 @@ def _reduce(x_NF: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     device = "cpu" if x_NF.device.type == "mps" else x_NF.device
     deviation_NF = x_NF.to(device, torch.float64, copy=True)
     peak_N = x_NF.abs().amax(dim=-1).to(device, torch.float64)
-    mean_N = deviation_NF.mean(dim=-1)
+    # CUDA's `mean` multiplies by the reciprocal of the count: a constant's would not be itself.
+    mean_N = deviation_NF.sum(dim=-1) / deviation_NF.shape[-1]
     deviation_NF -= mean_N.unsqueeze(-1)
     square_NF = deviation_NF * deviation_NF
     second_N = square_NF.sum(dim=-1)

@@ -59,15 +59,21 @@ def token_norm(value_BTD: Tensor) -> Tensor:
 
 @dataclass(slots=True)
 class RouterSums:
-    """Running sums of one router over all of a text, in float64."""
+    """Running sums of one router over all of a text, in float64.
+
+    Shares are of what the sources have together; a token that has all of its mass on the null has
+    none, and counts in raw weights and null mass alone.
+    """
 
     has_embedding: bool
     """Whether the oldest source is the embedding."""
     beta: float | None
     """Strength of the null coupling; None where this router has none."""
     _sums: dict[str, float] = field(default_factory=dict)
+    _share_sums: dict[str, float] = field(default_factory=dict)
     _sources: dict[str, Tensor] = field(default_factory=dict)
     _count: int = 0
+    _num_with_mass: int = 0
     _max_logit: float = -float("inf")
 
     def add(
@@ -83,32 +89,38 @@ class RouterSums:
         """
         weights_NS, ratios_NS = weights_NS.double(), ratios_NS.double()
         num_tokens, num_sources = weights_NS.shape
-        total_N1 = weights_NS.sum(dim=-1, keepdim=True)
-        share_NS = torch.where(total_N1 > 0, weights_NS / total_N1, 0.0)
+        total_N = weights_NS.sum(dim=-1)
+        has_mass_N = total_N > 0
+        share_NS = weights_NS[has_mass_N] / total_N[has_mass_N, None]
+        ratios_NS = ratios_NS[has_mass_N]  # a read of nothing has no length to compare with
         entropy_N = torch.special.entr(share_NS).sum(dim=-1)
         dominant_N, dominant_raw_N = share_NS.amax(dim=-1), weights_NS.amax(dim=-1)
-        null_N = (1.0 - total_N1[:, 0]).clamp_min(0.0) if null_N is None else null_N.double()
+        null_N = (1.0 - total_N).clamp_min(0.0) if null_N is None else null_N.double()
         smallest_N = ratios_NS.argmin(dim=-1)
-        values = {
+        shares = {
             "entropy": entropy_N / torch.log(weights_NS.new_tensor(num_sources)),
             "effective_branches": entropy_N.exp(),
             "participation": 1.0 / share_NS.square().sum(dim=-1),
             "dominant_share": dominant_N,
-            "dominant_share_raw": dominant_raw_N,
             "newest_share": share_NS[:, -1],
+            "collapse_rate": (dominant_N > COLLAPSE_THRESHOLD).double(),
+            "smallest_update_dominates": (share_NS.argmax(dim=-1) == smallest_N).double(),
+        }
+        values = {
+            "dominant_share_raw": dominant_raw_N,
             "newest_share_raw": weights_NS[:, -1],
             "null_mass": null_N,
-            "collapse_rate": (dominant_N > COLLAPSE_THRESHOLD).double(),
             "collapse_rate_raw": (dominant_raw_N > COLLAPSE_THRESHOLD).double(),
-            "smallest_update_dominates": (share_NS.argmax(dim=-1) == smallest_N).double(),
             "logit_gap": largest_to_median(logits_NS).double(),
         }
         if self.has_embedding:
-            values["embedding_share"] = share_NS[:, 0]
+            shares["embedding_share"] = share_NS[:, 0]
             values["embedding_share_raw"] = weights_NS[:, 0]
-        for name, value_N in values.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(value_N.sum())
+        for sums, found in ((self._share_sums, shares), (self._sums, values)):
+            for name, value_N in found.items():
+                sums[name] = sums.get(name, 0.0) + float(value_N.sum())
         self._count += num_tokens
+        self._num_with_mass += len(share_NS)
         self._max_logit = max(self._max_logit, float(logits_NS.max()))
         self._add_pair("weight", "update_norm", share_NS, ratios_NS)
         self._add_source("weight_raw", weights_NS)
@@ -116,13 +128,19 @@ class RouterSums:
     def add_psi(self, weights_NS: Tensor, psi_NS: Tensor) -> None:
         """Take in psi of the sources, where the router is coupled; after `add`."""
         weights_NS = weights_NS.double()
-        total_N1 = weights_NS.sum(dim=-1, keepdim=True)
-        share_NS = torch.where(total_N1 > 0, weights_NS / total_N1, 0.0)
-        self._add_pair("psi_weight", "psi", share_NS, psi_NS.double())
+        total_N = weights_NS.sum(dim=-1)
+        has_mass_N = total_N > 0
+        share_NS = weights_NS[has_mass_N] / total_N[has_mass_N, None]
+        self._add_pair("psi_weight", "psi", share_NS, psi_NS.double()[has_mass_N])
 
     def result(self) -> dict[str, float]:
-        """Return means over tokens; a correlation that is not defined is left out."""
+        """Return means over tokens; a correlation that is not defined is left out.
+
+        Shares are NaN where no token has mass.
+        """
         result = {name: total / self._count for name, total in self._sums.items()}
+        for name, total in self._share_sums.items():
+            result[name] = total / self._num_with_mass if self._num_with_mass else math.nan
         result["max_logit"] = self._max_logit
         for name, x, y in (
             ("weight_update_correlation", "weight", "update_norm"),
@@ -135,7 +153,8 @@ class RouterSums:
             result["beta"] = self.beta
         for name in ("weight", "weight_raw", "update_norm", "psi"):
             if name in self._sources:
-                means_S = (self._sources[name] / self._count).tolist()
+                count = self._count if name == "weight_raw" else self._num_with_mass
+                means_S = (self._sources[name] / count).tolist()
                 result |= {f"source.{i}.{name}": mean for i, mean in enumerate(means_S)}
         return result
 
@@ -150,11 +169,11 @@ class RouterSums:
 
     def _correlation(self, x: str, y: str) -> float | None:
         """Return Pearson's r over all tokens and sources."""
-        if x not in self._sources:
+        if x not in self._sources or not self._num_with_mass:
             return None
         names = (x, y, f"{x}^2", f"{y}^2", f"{x}*{y}")
         mean_x, mean_y, xx, yy, xy = (
-            float(self._sources[name].sum()) / (self._count * len(self._sources[name]))
+            float(self._sources[name].sum()) / (self._num_with_mass * len(self._sources[name]))
             for name in names
         )
         spread_x = math.sqrt(max(xx - mean_x**2, 0.0))

@@ -229,16 +229,19 @@ class Scorer:
 
 
 def _nll_(logits_RV: Tensor, targets_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logsumexp minus the target logit, and whether the target is the largest.
+    """Return logsumexp minus the target logit, and whether greedy decoding picks the target.
 
     fp32 log_softmax is biased by 3e-5 nats at a vocabulary of 262k; this is not. The logits are
     overwritten: the exponentials take their place, so no second copy is ever held.
     """
     target_R = logits_RV.gather(-1, targets_R[:, None])[:, 0]
     top_R = logits_RV.amax(dim=-1)
+    hit_R = target_R == top_R
+    if bool(hit_R.any()):  # of equal logits the first is picked
+        hit_R[hit_R.clone()] = logits_RV[hit_R].argmax(dim=-1) == targets_R[hit_R]
     shift_R = top_R.masked_fill(top_R.isinf(), 0.0)
     total_R = logits_RV.sub_(shift_R[:, None]).exp_().sum(dim=-1)
-    return total_R.log() + shift_R - target_R, target_R == top_R
+    return total_R.log() + shift_R - target_R, hit_R
 
 
 def _by_position(window: Window, loss_R: Tensor) -> Iterator[PositionSum]:

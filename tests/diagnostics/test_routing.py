@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oasis_eval.diagnostics.measure import summarize
 from oasis_eval.diagnostics.observation import observe
+from oasis_eval.diagnostics.routing import RouterSums
 from oasis_eval.modeling.decoder import OasisForCausalLM
 from oasis_eval.modeling.routing import DepthRouter
 from tests.modeling.tiny import new_model, settings_of, shared_model, tiny_config, tokens
@@ -22,6 +23,41 @@ def observed(model: OasisForCausalLM, ids: Tensor) -> dict[str, dict[str, float]
     with observe(model) as observation:
         observation.run(ids)
     return {name: sums.result() for name, sums in observation.routing.sums.items()}
+
+
+def test_a_token_whose_mass_is_all_on_the_null_has_no_shares() -> None:
+    """It counts in null mass and raw weights; shares are means over the other tokens."""
+    weights_NS = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 0.0], [0.0, 0.0, 0.4]])
+    null_N = 1.0 - weights_NS.sum(-1)
+    ratios_NS = torch.tensor([[1.0, 2.0, 3.0], [math.inf] * 3, [2.0, 1.0, 4.0]])
+    psi_NS = torch.tensor([[0.1, 0.2, 0.3], [0.9, 0.9, 0.9], [0.3, 0.1, 0.2]])
+    sums = RouterSums(has_embedding=True, beta=1.0)
+    sums.add(weights_NS, null_N, torch.zeros(3, 3), ratios_NS)
+    sums.add_psi(weights_NS, psi_NS)
+    found = sums.result()
+
+    assert found["participation"] == pytest.approx((1 / (0.25 + 2 * 0.0625) + 1.0) / 2)
+    assert found["effective_branches"] == pytest.approx((math.exp(1.5 * math.log(2)) + 1.0) / 2)
+    assert found["dominant_share"] == pytest.approx(0.75)
+    assert found["dominant_share_raw"] == pytest.approx((0.5 + 0.4) / 3)
+    assert found["collapse_rate"] == 0.5
+    assert found["collapse_rate_raw"] == 0.0
+    assert found["null_mass"] == pytest.approx((0.0 + 1.0 + 0.6) / 3)
+    assert found["embedding_share"] == pytest.approx(0.25)
+    assert found["embedding_share_raw"] == pytest.approx(0.5 / 3)
+    share, update = [0.5, 0.25, 0.25, 0.0, 0.0, 1.0], [1.0, 2.0, 3.0, 2.0, 1.0, 4.0]
+    psi = [0.1, 0.2, 0.3, 0.3, 0.1, 0.2]
+    expected = statistics.correlation(share, update)
+    assert found["weight_update_correlation"] == pytest.approx(expected)
+    expected = statistics.correlation(share, psi)
+    assert found["weight_psi_correlation"] == pytest.approx(expected)
+    assert found["source.2.update_norm"] == pytest.approx(3.5)
+    assert found["source.2.weight_raw"] == pytest.approx(0.65 / 3)
+
+    nothing = RouterSums(has_embedding=False, beta=None)
+    nothing.add(weights_NS[1:2], null_N[1:2], torch.zeros(1, 3), ratios_NS[1:2])
+    assert nothing.result()["null_mass"] == 1.0
+    assert math.isnan(nothing.result()["entropy"])
 
 
 def naive(weights: Tensor, null: Tensor | None, norms: Tensor, read: Tensor) -> dict[str, float]:

@@ -259,6 +259,15 @@ def test_greedy_is_told_per_window() -> None:
     assert [score.is_greedy for score in scores] == [True, False]
 
 
+def test_of_equal_logits_greedy_picks_the_first() -> None:
+    """A model that knows nothing is right once in a vocabulary, as greedy decoding would be."""
+    logits_RV = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [2.0, 1.0, 0.0]])
+
+    for token in range(3):
+        _, hit_R = _nll_(logits_RV.clone(), torch.tensor([token] * 3))
+        assert hit_R.tolist() == (logits_RV.argmax(-1) == token).tolist()
+
+
 def test_scoring_leaves_the_model_alone() -> None:
     """The exchange of the backbone for fixed hidden states is never visible outside."""
     model = build("llama")

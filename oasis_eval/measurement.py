@@ -14,7 +14,8 @@ from oasis_eval.cells import Cell, provenance
 from oasis_eval.harness import run as harness
 from oasis_eval.harness.protocols import parse_protocol
 from oasis_eval.lookup import find_scores
-from oasis_eval.record import RunRecord, read_samples
+from oasis_eval.record import RunRecord, read_samples, write_record, write_samples
+from oasis_eval.spec import RunSpec
 
 if TYPE_CHECKING:
     from oasis_eval.diagnostics.measure import Diagnostics
@@ -47,13 +48,17 @@ class Measurement:
         Returns:
             The record and what is stored beside it.
         """
-        started, clock = datetime.now(UTC), time.perf_counter()
         run = cell.spec
         record = ranks.current().first(lambda: find_scores(self.out, cell))
         if record is None:
             record, samples = self._scored(prepared, cell, batch_size)
+            if run.diagnostics or run.fidelity is not None:
+                self._keep(cell, record, samples)
         else:
             samples = read_samples(self.out, record.key)
+        clock = time.perf_counter()
+        assert record.provenance is not None
+        scoring_seconds = record.provenance.seconds or 0.0
         metrics, protocols, layers = record.metrics, record.protocols, record.layers
         warnings = list(record.warnings)
         if run.diagnostics and not _has(record, "diagnostics"):
@@ -62,6 +67,7 @@ class Measurement:
             protocols += (found.protocol,)
             layers = found.layers
             warnings += found.warnings
+            warnings += _smaller_batch(run, batch_size, "diagnostics measured")
         if run.fidelity is not None and not _has(record, "fidelity"):
             compared = self.baseline.compare(prepared, cell, samples)
             if compared.metrics:  # what was missing before
@@ -81,26 +87,37 @@ class Measurement:
                 "protocols": protocols,
                 "layers": layers,
                 "warnings": tuple(dict.fromkeys(warnings)),
-                "provenance": provenance(
-                    prepared, started=started, seconds=time.perf_counter() - clock
+                # Who scored, and how long everything took: what comes besides may come later.
+                "provenance": record.provenance.model_copy(
+                    update={"seconds": round(scoring_seconds + time.perf_counter() - clock, 3)}
                 ),
             }
         ), samples
+
+    def _keep(self, cell: Cell, record: RunRecord, samples: Samples) -> None:
+        """Store scores before anything besides is measured, whatever becomes of that."""
+        key = cell.key_with(diagnostics=False, fidelity=None)
+        spec = cell.spec.model_copy(update={"diagnostics": False, "fidelity": None})
+
+        def write() -> None:
+            if samples:
+                write_samples(self.out, key, samples)
+            write_record(self.out, record.model_copy(update={"key": key, "spec": spec}))
+
+        ranks.current().first(write)
 
     def _scored(
         self, prepared: PreparedModel, cell: Cell, batch_size: int
     ) -> tuple[RunRecord, Samples]:
         """Return the cell's scores and nothing besides."""
+        started, clock = datetime.now(UTC), time.perf_counter()
         run = cell.spec
         assert cell.data is not None
         outcome = harness.evaluate(
             prepared, run.task, cell.data, batch_size=batch_size, quiet=self.quiet
         )
         warnings = [*prepared.warnings, *outcome.warnings]
-        if batch_size < run.batch_size:
-            warnings.append(
-                f"out of memory with a batch of {run.batch_size}: measured with {batch_size}"
-            )
+        warnings += _smaller_batch(run, batch_size, "measured")
         data = cell.data.infos
         if cell.calibration is not None and cell.calibration.sha256 == data[0].sha256:
             warnings.append("calibration and evaluation read the same text")
@@ -116,8 +133,15 @@ class Measurement:
             protocols=(outcome.protocol,),
             data=data,
             warnings=tuple(warnings),
+            provenance=provenance(prepared, started=started, seconds=time.perf_counter() - clock),
         )
         return record, outcome.samples
+
+
+def _smaller_batch(run: RunSpec, batch_size: int, what: str) -> list[str]:
+    if batch_size == run.batch_size:
+        return []
+    return [f"out of memory with a batch of {run.batch_size}: {what} with {batch_size}"]
 
 
 def _diagnose(prepared: PreparedModel, cell: Cell, batch_size: int) -> Diagnostics:

@@ -7,9 +7,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
 from oasis_eval import measurement, plan
-from oasis_eval.errors import DataError
+from oasis_eval.errors import DataError, RecordError
 from oasis_eval.fidelity import answer_flips
 from oasis_eval.harness import run as harness
 from oasis_eval.parsing import parse
@@ -17,7 +18,7 @@ from oasis_eval.pipeline import Report, evaluate
 from oasis_eval.quant import schemes
 from oasis_eval.quantized import Plan as QuantizedPlan
 from oasis_eval.quantized import quantize
-from oasis_eval.record import RunRecord, read_samples
+from oasis_eval.record import RunRecord, read_records, read_samples, write_record
 from oasis_eval.registry import resolve
 from oasis_eval.report.render import render
 from oasis_eval.report.tables import build_table
@@ -229,3 +230,103 @@ def test_a_quantized_checkpoint_has_no_reference(model: Path, text: Path, tmp_pa
     assert "kl_nats" not in values(record)
     assert "max_inf_norm_outputs" in values(record)
     assert any("no unquantized model to compare" in text for text in record.warnings)
+
+
+def test_scores_stay_though_what_comes_besides_fails(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are stored first; the next run measures what is missing, and one record is left."""
+    out = tmp_path / "runs"
+    settings = {"data": {"text": str(text)}, "diagnostics": True, "schemes": ["w4a4"]}
+    with monkeypatch.context() as patch:
+        patch.setattr(measurement, "_diagnose", fail)
+        (failed,) = run(model, out, **settings).records
+    assert (failed.status, failed.reason) == ("failed", "RuntimeError: no memory for that")
+    (scores,) = [item for item in read_records([out]) if item.status == "ok"]
+    assert values(scores)["num_tokens"] == 3 * 63
+    shown = build_table(list(read_records([out])), TableSpec(metrics=("token_perplexity",)))
+    assert shown.cells[0][0].value == pytest.approx(values(scores)["token_perplexity"])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness, "evaluate", fail)
+        (record,) = run(model, out, **settings).records
+    assert values(record)["token_perplexity"] == values(scores)["token_perplexity"]
+    assert "kl_nats" in values(record)
+    assert [item.key for item in read_records([out])] == [record.key]
+    assert len(list(out.glob("*.samples.jsonl"))) == 1
+
+
+def fail(*_: object, **__: object) -> None:
+    raise RuntimeError("no memory for that")
+
+
+def test_what_comes_besides_keeps_who_scored(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commit and time are those of the scores; what everything took adds up."""
+    out = tmp_path / "runs"
+    settings = {"data": {"text": str(text)}, "schemes": ["w4a4"]}
+    (plain,) = run(model, out, **settings).records
+    assert plain.provenance is not None
+    stored = plain.provenance.model_copy(update={"git_commit": "0" * 40, "seconds": 3600.0})
+    write_record(out, plain.model_copy(update={"provenance": stored}))
+    (full,) = run(model, out, **settings, diagnostics=True).records
+
+    assert full.provenance is not None
+    assert full.provenance.git_commit == "0" * 40
+    assert full.provenance.started == stored.started
+    assert full.provenance.seconds is not None
+    assert 3600.0 < full.provenance.seconds < 3700.0
+
+
+def test_diagnostics_that_need_a_smaller_batch_say_so(
+    model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scores keep the batch that they ran with."""
+    diagnose, batches = measurement._diagnose, []
+
+    def short_of_memory(prepared: object, cell: object, batch_size: int) -> object:
+        batches.append(batch_size)
+        if batch_size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return diagnose(prepared, cell, batch_size)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(measurement, "_diagnose", short_of_memory)
+    (record,) = run(
+        model,
+        tmp_path / "runs",
+        data={"text": str(text)},
+        schemes=["fp32"],
+        diagnostics=True,
+        batch_size=4,
+    ).records
+
+    assert batches == [4, 2, 1]
+    assert record.status == "ok"
+    assert record.protocols[0].details["batch_size"] == 4
+    (said,) = [item for item in record.warnings if "out of memory" in item]
+    assert said == "out of memory with a batch of 4: diagnostics measured with 1"
+
+
+def test_of_two_records_of_the_same_scores_the_fuller_counts(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    """A run that is killed before it removes the first of them leaves both."""
+    out, other = tmp_path / "runs", tmp_path / "other"
+    settings = {"data": {"text": str(text)}, "schemes": ["w4a4"]}
+    (plain,) = run(model, out, **settings).records
+    file = (out / f"{plain.key}.json").read_bytes()
+    (full,) = run(model, out, **settings, diagnostics=True).records
+    (out / f"{plain.key}.json").write_bytes(file)
+    records = list(read_records([out]))
+    assert {item.key for item in records} == {plain.key, full.key}
+
+    spec = TableSpec(metrics=("token_perplexity", "kl_nats"))
+    table = build_table(records, spec)
+    assert table.cells == build_table([full], spec).cells
+    # Scores that are not the same are two results, whatever stands beside one of them.
+    changed = plain.metrics[0].model_copy(update={"stderr": 12.5})
+    metrics = (changed, *plain.metrics[1:])
+    write_record(other, plain.model_copy(update={"metrics": metrics}))
+    with pytest.raises(RecordError, match="several results"):
+        build_table([*read_records([other]), full], TableSpec())

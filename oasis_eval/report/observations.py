@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 from oasis_eval.errors import NoMatchError, RecordError, SpecError
 from oasis_eval.parsing import content_hash
 from oasis_eval.record import DataInfo, Metric, ProtocolInfo, RunRecord, Status, perplexity
+from oasis_eval.report.lesser import without_lesser
 from oasis_eval.report.order import natural_key
 from oasis_eval.spec import QuantScheme
 
@@ -103,6 +104,8 @@ def observe(records: Iterable[RunRecord]) -> list[Observation]:
 def chosen(records: Iterable[RunRecord], where: Mapping[str, tuple[str, ...]]) -> list[Observation]:
     """Return the observations of `records` that match `where`, at least one.
 
+    Of two records of the same scores the fuller counts.
+
     Raises:
         NoMatchError: None matches; the message says what there is.
         RecordError: As `observe`.
@@ -112,7 +115,7 @@ def chosen(records: Iterable[RunRecord], where: Mapping[str, tuple[str, ...]]) -
     kept = keep(found, where)
     if not kept:
         raise NoMatchError(no_match(where, {name: values(found, name) for name in where}))
-    return kept
+    return without_lesser(kept)
 
 
 def values(observations: Iterable[Observation], name: str) -> set[str]:

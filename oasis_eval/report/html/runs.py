@@ -209,7 +209,7 @@ def _settings(record: RunRecord) -> list[tuple[str, str]]:
         ("variant", card.variant),
         ("dtype", spec.scheme.dtype or spec.dtype),
         ("seed", spec.seed),
-        ("batch size", spec.batch_size),
+        ("batch size", _batch_size(record)),
         ("device", spec.device),
         ("limit", spec.task.limit),
         ("new tokens at most", spec.task.max_new_tokens if _is_generated(record) else None),
@@ -227,6 +227,14 @@ def _settings(record: RunRecord) -> list[tuple[str, str]]:
         ]
     pairs.append(("record", record.key))
     return [(name, shown(value)) for name, value in pairs if value is not None]
+
+
+def _batch_size(record: RunRecord) -> int | None:
+    """Return the batch that ran, which is smaller than was asked for where memory ran out."""
+    ran = [
+        size for info in record.protocols if isinstance(size := info.details.get("batch_size"), int)
+    ]
+    return min(ran, default=record.spec.batch_size)
 
 
 def _is_generated(record: RunRecord) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -49,6 +50,7 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
     problems: list[OasisError] = []
     cards = _each(registry.resolve, spec.models, problems)
     distinct = dict.fromkeys(_each(schemes.resolve, spec.schemes, problems))
+    problems += _of_one_name(distinct)
     tasks = [task for refs in _each(task_refs, [spec], problems) for task in refs]
     _refuse(problems)
     chosen = [(scheme, unsupported(scheme)) for scheme in distinct]
@@ -100,6 +102,19 @@ def _each(
         except OasisError as error:
             problems.append(error)
     return found
+
+
+def _of_one_name(distinct: Iterable[QuantScheme]) -> list[SpecError]:
+    """Return why schemes cannot be told apart by their names."""
+    counts = Counter(scheme.name for scheme in distinct)
+    return [
+        SpecError(
+            f"scheme {name!r}: found {count} schemes of this name with other settings; results go "
+            "by names, give each file its own 'name:'"
+        )
+        for name, count in counts.items()
+        if count > 1
+    ]
 
 
 def _refuse(problems: list[OasisError]) -> None:

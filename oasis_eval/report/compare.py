@@ -33,7 +33,7 @@ from oasis_eval.statistics import Interval
 Test = Literal["paired t", "exact McNemar"]
 TEXT_METRICS = ("word_perplexity", "token_perplexity")
 """The first that both sides have is compared."""
-ANSWERS = {"pass@1": "strict", "pass@1_flexible": "flexible"}
+ANSWERS = {"pass@1": "strict", "pass@1_flexible": "flexible", "exact_match": "strict"}
 """Metrics of answers, and the column of the samples that they are the mean of."""
 ANSWER_LOSS = "answer_nll_per_token"
 FEW_WINDOWS = 6
@@ -198,8 +198,17 @@ def _loss(pair: Pair, metric: str, samples: PairedSamples, notes: tuple[str, ...
     is_answer = metric == ANSWER_LOSS
     columns = ("answer_nll_nats", "answer_tokens") if is_answer else ("nll_nats", "num_tokens")
     losses = [numbers(rows, columns[0]) for rows in (samples.first, samples.second)]
-    tokens = [round(value) for value in numbers(samples.first, columns[1])]
+    tokens, others = (
+        [round(value) for value in numbers(rows, columns[1])]
+        for rows in (samples.first, samples.second)
+    )
     one, other = _number(pair.first, metric), _number(pair.second, metric)
+    if tokens != others:  # windows line up by their tokens, answers by their text
+        reason = (
+            f"Not compared: the answers are {sum(tokens)} tokens in A and {sum(others)} in B, and "
+            "a loss per token of one tokenizer says nothing beside one of another."
+        )
+        return Difference(metric, one, other, count=len(tokens), notes=(*notes, reason))
     units = _words(pair) if metric == "word_perplexity" else sum(tokens)
     base = Difference(metric, one, other, count=len(tokens), notes=notes)
     broken = [sum(not math.isfinite(value) for value in values) for values in losses]

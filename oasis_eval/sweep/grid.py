@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import itemgetter
@@ -14,7 +14,15 @@ from oasis_eval.errors import OasisError, SpecError, named
 from oasis_eval.harness.protocols import TASKS, fits, parse_protocol
 from oasis_eval.parsing import parse, read_yaml
 from oasis_eval.plan import cells_of
-from oasis_eval.spec import SEED, EvaluationSpec, Exclusion, Inclusion, Settings, SweepSpec
+from oasis_eval.spec import (
+    SEED,
+    EvaluationSpec,
+    Exclusion,
+    Inclusion,
+    QuantScheme,
+    Settings,
+    SweepSpec,
+)
 
 MAX_CELLS = 100_000
 
@@ -63,7 +71,9 @@ def expand(grid: SweepSpec) -> list[Cell]:
         for place in out:
             del found[place]
     for part in besides:
-        found |= _cells(grid, part)
+        cells = _cells(grid, part)
+        _check_names(grid, [*found.values(), *cells.values()])
+        found |= cells
     if not found:
         raise SpecError(f"{grid.name}: its exclusions leave no cell")
     order = list(dict.fromkeys(place[0] for place in found))
@@ -117,6 +127,18 @@ def _cells(grid: SweepSpec, part: EvaluationSpec) -> dict[Place, Cell]:
     """Return the cells of one call by their places."""
     with named(grid.name):
         return {_place(cell): cell for cell in cells_of(part)}
+
+
+def _check_names(grid: SweepSpec, cells: Iterable[Cell]) -> None:
+    """Refuse two schemes of one name: results go by names, and one would take the other's place."""
+    schemes: dict[str, QuantScheme] = {}
+    for cell in cells:
+        scheme = cell.spec.scheme
+        if schemes.setdefault(scheme.name, scheme) != scheme:
+            raise SpecError(
+                f"{grid.name}: found two schemes of the name {scheme.name!r} with other settings; "
+                "give each file its own 'name:'"
+            )
 
 
 def _size(part: EvaluationSpec) -> int:

@@ -373,3 +373,27 @@ def test_command_writes_a_file_and_imports_no_torch(tmp_path: Path) -> None:
 
     assert done.stdout == "set()\n"
     assert (tmp_path / "out.csv").read_text().startswith("model_a,model_b,")
+
+
+def test_a_loss_per_token_of_another_tokenizer_is_not_compared(tmp_path: Path) -> None:
+    """Right and wrong answers are."""
+    first = answers(0.5, seed=1)
+    other = [
+        {**row, "answer_tokens": 2 * float(row["answer_tokens"])}  # type: ignore[arg-type]
+        for row in answers(0.6, seed=2, like=first)
+    ]
+    store(tmp_path / "a", question_record(first, "tiny", "fp32"), first)
+    store(tmp_path / "b", question_record(other, "tiny", "w8a8"), other)
+    found = {item.metric: item for item in compared(tmp_path / "a", tmp_path / "b").differences}
+
+    loss = found["answer_nll_per_token"]
+    assert (loss.difference, loss.interval, loss.p_value, loss.change) == (None,) * 4
+    tokens = round(sum(float(row["answer_tokens"]) for row in first))  # type: ignore[arg-type]
+    assert f"{tokens} tokens in A and {2 * tokens} in B" in loss.notes[-1]
+    assert found["pass@1"].p_value is not None
+    for format_name in COMPARISON_FORMATS:
+        assert (
+            "Not compared"
+            in render_comparison(compared(tmp_path / "a", tmp_path / "b"), format=format_name)
+            or format_name == "csv"
+        )

@@ -216,6 +216,21 @@ def test_what_is_wrong_with_a_grid_is_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_two_schemes_of_one_name_are_refused(rows: Rows, tmp_path: Path) -> None:
+    """One would take the other's place in silence."""
+    files = []
+    for bits in (5, 6):
+        file = tmp_path / f"{bits}.yaml"
+        file.write_text(f"name: mine\nweights: {{bits: {bits}, granularity: channel}}\n")
+        files.append(str(file))
+
+    assert len(rows(schemes=files[:1])) == 1
+    with pytest.raises(SpecError, match="scheme 'mine': found 2 schemes of this name"):
+        rows(schemes=files)
+    with pytest.raises(SpecError, match="g: found two schemes of the name 'mine'"):
+        rows(schemes=files[:1], include=[{"schemes": files[1:], "tasks": ["text"]}])
+
+
 def test_a_grid_that_explodes_is_refused_before_it_does(rows: Rows) -> None:
     """A short file may ask for more cells than memory holds."""
     names = [f"w8a8-g{number}" for number in range(1, 3000)]

@@ -36,23 +36,26 @@ def window_of(record: RunRecord) -> int | None:
 
 
 def context(selection: Selection) -> Iterator[Drawing]:
-    """Yield a figure for each model, task and limit."""
+    """Yield a figure for each model, task and limit, and each seed where there are several."""
     order = {name: at for at, name in enumerate(selection.schemes)}
     groups: dict[tuple[object, ...], dict[str, list[_Cell]]] = {}
     for record in selection.records:
         window = window_of(record)
         if window is not None and record.status == "ok":
             task = record.spec.task
-            place = (selection.label(record), task.name, task.limit)
+            place = (selection.label(record), task.name, task.limit, record.spec.seed)
             schemes = groups.setdefault(place, {})
             schemes.setdefault(record.spec.scheme.name, []).append(_Cell(window, record))
-    for (label, task_name, limit), schemes in groups.items():
+    for (label, task_name, limit, seed), schemes in groups.items():
+        is_only = sum(place[:3] == (label, task_name, limit) for place in groups) == 1
+        which = "" if is_only else f", seed {seed}"
         for cells in schemes.values():
             cells.sort(key=lambda cell: cell.window)
         panels = list(_panels(schemes, order, selection))
-        title = f"{label}, {task_name}: the same tokens under every context"
+        title = f"{label}{which}, {task_name}: the same tokens under every context"
         figure = draw_panels(panels, width=TEXT_INCHES, columns=2, title=title)
-        more = () if limit is None else (str(limit),)
+        more = [] if limit is None else [str(limit)]
+        more += [] if is_only else [f"seed-{seed}"]
         yield Drawing(stem_of("context", str(label), str(task_name), *more), figure)
 
 

@@ -27,17 +27,20 @@ _SUBLAYERS = {"attn_res_sa": "attn", "attn_res_mlp": "mlp"}
 
 
 class Group(NamedTuple):
-    """The records of one model on one task: one a scheme, the first seed of each."""
+    """The records of one model on one task: one a scheme, of the seed with most of them."""
 
     label: str
     task: str
     protocol: str
     records: tuple[RunRecord, ...]
+    seed: int | None
+    """None where there is no other."""
 
     @property
     def name(self) -> str:
         """Say what the records are of."""
-        return f"{self.label}, {self.task} ({self.protocol})"
+        which = "" if self.seed is None else f", seed {self.seed}"
+        return f"{self.label}{which}, {self.task} ({self.protocol})"
 
     def stem(self, kind: str) -> str:
         """Return the stem of a file."""
@@ -46,17 +49,20 @@ class Group(NamedTuple):
 
 def groups(selection: Selection) -> list[Group]:
     """Return the records with numbers, model by model and task by task."""
-    found: dict[tuple[object, ...], dict[str, RunRecord]] = {}
+    found: dict[tuple[str, str, str, int | None], dict[int, dict[str, RunRecord]]] = {}
     for record in selection.records:
         if record.status == "ok":
-            task = record.spec.task
+            task, seed = record.spec.task, record.spec.seed
             place = (selection.label(record), task.name, task.protocol, task.limit)
-            found.setdefault(place, {}).setdefault(record.spec.scheme.name, record)
+            schemes = found.setdefault(place, {}).setdefault(seed, {})
+            schemes.setdefault(record.spec.scheme.name, record)
     order = {selection.labels[name]: at for at, name in enumerate(selection.models)}
-    return [
-        Group(str(place[0]), str(place[1]), str(place[2]), tuple(by_scheme.values()))
-        for place, by_scheme in sorted(found.items(), key=lambda item: order[str(item[0][0])])
-    ]
+    result = []
+    for place, by_seed in sorted(found.items(), key=lambda item: order[item[0][0]]):
+        seed = min(by_seed, key=lambda seed: (-len(by_seed[seed]), seed))
+        shown = seed if len(by_seed) > 1 else None
+        result.append(Group(*place[:3], tuple(by_seed[seed].values()), shown))
+    return result
 
 
 # --- outliers ---------------------------------------------------------------------------------

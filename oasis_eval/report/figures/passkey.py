@@ -17,25 +17,31 @@ _CELL = re.compile(r"exact_match_(\d+)_depth_([\d.]+)")
 
 
 def passkey(selection: Selection) -> Iterator[Drawing]:
-    """Yield figures with a map for each scheme of a model, protocol and limit."""
-    groups: dict[tuple[str, str, int | None], list[HeatPanel]] = {}
+    """Yield figures with a map for each scheme of a model, protocol and limit.
+
+    Each seed has its own where there are several.
+    """
+    groups: dict[tuple[str, str, int | None, int], list[HeatPanel]] = {}
     for record in selection.records:
         panel = _panel(record)
         if panel is not None:
             task = record.spec.task
-            place = (selection.label(record), task.protocol, task.limit)
+            place = (selection.label(record), task.protocol, task.limit, record.spec.seed)
             groups.setdefault(place, []).append(panel)
-    for (label, protocol, limit), panels in groups.items():
+    for (label, protocol, limit, seed), panels in groups.items():
+        is_only = sum(place[:3] == (label, protocol, limit) for place in groups) == 1
+        name = label if is_only else f"{label}, seed {seed}"
         pages = range(0, len(panels), MOST_MAPS)
         for number, start in enumerate(pages, start=1):
             part = panels[start : start + MOST_MAPS]
             columns = min(len(part), 3)
             words = Words(
-                "context (tokens)", "depth (%)", "share of keys found", f"{label}: keys found (%)"
+                "context (tokens)", "depth (%)", "share of keys found", f"{name}: keys found (%)"
             )
             width = {1: 3.3, 2: 5.1}.get(columns, TEXT_INCHES)
             figure = draw_heat(part, words, columns=columns, width=width)
-            more = [str(item) for item in (limit, number if len(pages) > 1 else None) if item]
+            parts = (limit, None if is_only else f"seed-{seed}", number if len(pages) > 1 else None)
+            more = [str(item) for item in parts if item]
             yield Drawing(stem_of("passkey", label, protocol, *more), figure)
 
 

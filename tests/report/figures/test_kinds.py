@@ -362,6 +362,40 @@ def test_passkey_by_length_and_depth() -> None:
     check_nothing_is_clipped(drawing.figure)
 
 
+def test_seeds_are_not_mixed(tmp_path: Path) -> None:
+    """Each has its own figure, or the one that is drawn is named; none where there is one."""
+
+    def titles(kind: str, *found: RunRecord) -> list[tuple[str, str]]:
+        drawings = drawn(kind, *found, folder=tmp_path)
+        return [(item.stem, " ".join(texts(item.figure))) for item in drawings]
+
+    metrics = {"exact_match": 0.4, "exact_match_256_depth_0": 1.0}
+    keys = [
+        record("tiny", "w8a8", "passkey", protocol_name="passkey-256", metrics=metrics, seed=seed)
+        for seed in (1, 2)
+    ]
+    (one,) = titles("passkey", keys[0])
+    assert "seed" not in "".join(one)
+    pair = titles("passkey", *keys)
+    assert ["seed-1" in stem for stem, _ in pair] == [True, False]
+    assert ["seed 2" in text for _, text in pair] == [False, True]
+
+    plain = context_record(tmp_path, 4, "fp32", factor=0.1)
+    other = plain.model_copy(
+        update={"key": "other", "spec": plain.spec.model_copy(update={"seed": 7})}
+    )
+    assert ["seed 7" in text for _, text in titles("context", plain, other)] == [False, True]
+    assert "seed" not in "".join(titles("context", plain)[0])
+
+    first, second = diagnosed("fp32"), diagnosed("w4a4")
+    later = first.model_copy(
+        update={"key": "later", "spec": first.spec.model_copy(update={"seed": 7})}
+    )
+    (shown,) = titles("outliers", first, second, later)
+    assert "seed 0" in shown[1]
+    assert "seed" not in titles("outliers", first, second)[0][1]
+
+
 def test_kinds_of_their_own_protocol_say_how_to_measure_them() -> None:
     """Nobody has such records by the way."""
     plain = record("other", "w8a8", metrics={"token_perplexity": 9.0})

@@ -4,7 +4,7 @@ A mixture's experts are raw parameters [E, N, K] behind transformers' experts in
 quantizer, observer or hook finds a layer. Here each expert's matrices become Linears whose weights
 are views of the tensor, named as checkpoints have named them for long: `experts.3.down_proj`. While
 such a layer runs, its `token_rows` says which of the pass's tokens its rows are, [R], and how many
-tokens the pass has.
+tokens the pass has; None before it first ran.
 
 Shapes: S tokens, D width, E experts, A experts a token.
 """
@@ -114,6 +114,7 @@ def _layer(stacked: Tensor, bias: Tensor | None, number: int, is_transposed: boo
     layer.weight = nn.Parameter(weight, requires_grad=stacked.requires_grad)
     if bias is not None:
         layer.bias = nn.Parameter(bias.detach()[number], requires_grad=bias.requires_grad)
+    layer.token_rows = None  # type: ignore[assignment]  # modules take any attribute
     return layer.train(False)
 
 

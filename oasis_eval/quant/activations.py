@@ -10,10 +10,10 @@ Dimensions: B sequences, T tokens, K inputs.
 from __future__ import annotations
 
 import weakref
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oasis_eval.quant.padding import PaddingContext
 from oasis_eval.quant.primitives import (
@@ -28,6 +28,8 @@ from oasis_eval.quant.primitives import (
 )
 from oasis_eval.spec import TensorFormat
 
+Rows = tuple[Tensor, int] | None
+"""What `modeling.experts` notes at an expert's layer as `token_rows` while it runs."""
 Quantized_co = TypeVar("Quantized_co", covariant=True)
 
 
@@ -65,14 +67,24 @@ class SequenceQuantizer:
     One range per sequence, never per batch: what else is in the batch must not matter.
     """
 
-    def __init__(self, fmt: TensorFormat, padding: PaddingContext) -> None:
+    def __init__(
+        self, fmt: TensorFormat, padding: PaddingContext, expert: nn.Module | None = None
+    ) -> None:
         self._format = fmt
         self._dims = ACTIVATION_DIMS[fmt.granularity]
         self._padding = padding
+        self._expert = expert
+
+    def of(self, module: nn.Module) -> SequenceQuantizer:
+        """Return the quantizer of a layer: itself, but for an expert's, whose rows are its own."""
+        if not hasattr(module, "token_rows"):
+            return self
+        return SequenceQuantizer(self._format, self._padding, module)
 
     def __call__(self, x: Tensor, name: str) -> Tensor:
         """Quantize each sequence by the extremes of its real tokens; padding is clipped."""
-        x_BTK, real_BT = self._padding.sequences(x, name)
+        rows = None if self._expert is None else cast(Rows, self._expert.token_rows)
+        x_BTK, real_BT = self._padding.sequences(x, name, rows)
         work_BTK = x_BTK.float()
         low, high = work_BTK, work_BTK
         if real_BT is not None:
@@ -80,7 +92,8 @@ class SequenceQuantizer:
             low = high = work_BTK.masked_fill(~real_BT[..., None], 0.0)
         span = Range(low.amin(self._dims, keepdim=True), high.amax(self._dims, keepdim=True))
         grid = make_grid(span, self._format, x.dtype)
-        return snap(work_BTK, grid, clip=True).to(x.dtype).reshape(x.shape)
+        snapped_BTK = snap(work_BTK, grid, clip=True).to(x.dtype)
+        return snapped_BTK.reshape(x.shape) if rows is None else snapped_BTK.flatten(0, 1)[rows[0]]
 
 
 class StaticQuantizer:

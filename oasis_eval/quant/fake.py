@@ -240,6 +240,8 @@ class _Quantizers:
         return TapQuantization(site.name, session, static_tap_quantizer(site.region, quantizer))
 
     def _get(self, target: Target, side: str) -> ActivationQuantizer:
+        if isinstance(self._dynamic, SequenceQuantizer):
+            return self._dynamic.of(target.module)
         if self._dynamic is not None:
             return self._dynamic
         return self._of_range(self._ranges[target.name, side], like=target.weight)

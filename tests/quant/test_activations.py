@@ -7,13 +7,15 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from oasis_eval.errors import QuantizationError
+from oasis_eval.modeling.experts import separate_
 from oasis_eval.quant.activations import (
     RowQuantizer,
     SharedInput,
@@ -26,6 +28,7 @@ from oasis_eval.quant.fake import FakeApplied
 from oasis_eval.quant.primitives import Range
 from oasis_eval.quant.schemes import resolve
 from oasis_eval.spec import Granularity, QuantScheme, TensorFormat
+from tests.modeling.plain import of_family
 from tests.quant.conftest import logits_of
 
 TOKEN = TensorFormat(bits=4, granularity="token", ranges="dynamic")
@@ -244,6 +247,48 @@ def test_padding_and_other_rows_never_enter_a_range(
     assert float(close.float().mean()) > 0.99
     close = (together[1:] - logits_of(llama, ids_BT[1:])).abs() < 1e-3 * alone.abs().max()
     assert float(close.float().mean()) > 0.99
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["routed", "all tokens to two experts"])
+@pytest.mark.parametrize("granularity", ["tensor", "channel"])
+def test_ranges_over_tokens_of_experts_by_hand(
+    ids_BT: Tensor, granularity: Granularity, everywhere: bool
+) -> None:
+    """An expert's rows of one sequence share a range; other sequences and padding are not in it."""
+    torch.manual_seed(0)
+    number = 2 if everywhere else 4  # each token has two, in an order of its own
+    model = of_family("mixtral", num_local_experts=number, num_experts_per_tok=2).eval()
+    separate_(model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 100.0
+    quantize_(model, scheme_of(granularity))
+    calls: list[tuple[str, nn.Linear, Tensor, Tensor, Tensor]] = []
+
+    def keep(name: str, layer: Any, x: Tensor, y: Tensor) -> None:
+        calls.append((name, layer, layer.token_rows[0], x, y))
+
+    for name, module in model.named_modules():
+        if ".experts." in name and isinstance(module, nn.Linear):
+            module.register_forward_hook(
+                lambda module, args, output, name=name: keep(name, module, args[0], output)
+            )
+    ids, mask = padded(ids_BT, 40, "left")
+    logits_of(model, ids, mask)
+    counts = [len(rows) for _, _, rows, _, _ in calls]
+
+    assert (set(counts) == {ids.numel()}) is everywhere
+    for _, layer, rows, x, y in calls:
+        by_hand = x.clone()
+        for sequence in range(len(ids)):
+            own = rows // ids.shape[1] == sequence
+            real = own & mask.flatten()[rows].bool()
+            dims = (0, 1) if granularity == "tensor" else (0,)
+            peak = x[real].abs().amax(dims) if bool(real.any()) else torch.zeros(())
+            scale = peak.clamp_min(1e-30) / 127
+            by_hand[own] = (x[own] / scale).round().clamp(-127, 127) * scale
+        real = mask.flatten()[rows].bool()
+        expected = torch.nn.functional.linear(by_hand, layer.weight)
+        torch.testing.assert_close(y[real], expected[real])
 
 
 def test_a_range_over_tokens_needs_the_models_forward_pass(llama: LlamaForCausalLM) -> None:

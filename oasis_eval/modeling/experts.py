@@ -54,14 +54,15 @@ class _SeparatedExperts:
     _num_experts: int
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Run every token through its experts, one expert at a time.
+        """Run every token through its experts, one expert at a time; sums are fp32 or wider.
 
         Args:
             hidden_states: [S, D].
             top_k_index: [S, A]; E and above is no expert.
             top_k_weights: [S, A].
         """
-        total = torch.zeros_like(hidden_states)
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        total = torch.zeros_like(hidden_states, dtype=wide)
         for number in torch.unique(top_k_index).tolist():
             if number >= self._num_experts:
                 continue
@@ -74,9 +75,8 @@ class _SeparatedExperts:
             output = expert.down_proj(inner)
             if self.has_post_expert_norm:
                 output = self.post_expert_norm(output)
-            output = output * top_k_weights[token, place, None]
-            total.index_add_(0, token, output.to(total.dtype))
-        return total
+            total.index_add_(0, token, output.to(wide) * top_k_weights[token, place, None].to(wide))
+        return total.to(hidden_states.dtype)
 
 
 def _separate_(module: Any) -> bool:

@@ -116,6 +116,34 @@ def test_a_quantized_expert_by_hand() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_outputs_of_experts_are_summed_in_fp32(dtype: torch.dtype) -> None:
+    """16-bit outputs, sums in float64 by hand, rounded once; in fp32 as ever, to the bit."""
+    torch.manual_seed(0)
+    model = of_family("mixtral", num_local_experts=8, num_experts_per_tok=8).eval().to(dtype)
+    separate_(model)
+    experts = model.model.layers[0].mlp.experts
+    generator = torch.Generator().manual_seed(1)
+    hidden_SD = torch.randn(64, 48, generator=generator).to(dtype)
+    index_SA = torch.stack([torch.randperm(8, generator=generator) for _ in range(64)])
+    share_SA = torch.rand(64, 8, generator=generator).to(dtype)
+    total = torch.zeros(64, 48, dtype=torch.float32 if dtype == torch.float32 else torch.float64)
+    with torch.no_grad():
+        found = experts(hidden_SD, index_SA, share_SA)
+        for number in range(8):
+            expert = experts.get_submodule(str(number))
+            gate, value = expert.gate_up_proj(hidden_SD).chunk(2, dim=-1)
+            output = expert.down_proj(nn.functional.silu(gate) * value)
+            share_S = (share_SA * (index_SA == number)).sum(1).to(total)
+            total += output.to(total) * share_S[:, None]
+
+    assert found.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, total, rtol=1e-6, atol=1e-7)
+    else:
+        assert float((found == total.to(dtype)).float().mean()) > 0.999
+
+
 def test_a_module_that_computes_something_else_is_left_alone() -> None:
     """Its experts stay in one tensor, and its output is its own."""
     model = build("mixtral")

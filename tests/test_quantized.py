@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -188,8 +189,6 @@ def test_the_file_of_four_bit_codes_is_small(written: tuple[Path, dict[str, Writ
 @pytest.fixture
 def folder(tmp_path: Path, written: tuple[Path, dict[str, Written]]) -> Path:
     """A copy to damage."""
-    import shutil
-
     return Path(shutil.copytree(written[0] / "llama-w4a4", tmp_path / "copy"))
 
 
@@ -243,6 +242,46 @@ def test_values_that_no_quantizer_makes_are_refused(
     with pytest.raises(CheckpointError, match=text) as caught:
         load(registry.resolve(str(tmp_path / "stored")), dtype="fp32")
     assert name in str(caught.value)
+
+
+UP = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "value", "text"),
+    [
+        ("llama-w4a4", "weight_codes", 0x08, "code -8, and symmetric codes end at -7"),
+        ("llama-w4a4", "weight_codes", 0x80, "code -8, and symmetric codes end at -7"),
+        ("llama-w4a4", "weight_codes", 0x1F, None),
+        (
+            "llama-tied-head-too",
+            "weight_zero_point",
+            16,
+            "a zero point of 16, and levels end at 15",
+        ),
+        ("llama-tied-head-too", "weight_zero_point", 15, None),
+        ("llama-tied-head-too", "weight_codes", 0x00, None),
+    ],
+)
+def test_four_bit_codes_that_no_quantizer_makes_are_refused(
+    case: str,
+    key: str,
+    value: int,
+    text: str | None,
+    tmp_path: Path,
+    written: tuple[Path, dict[str, Written]],
+) -> None:
+    """One byte is changed: -8 in either half, or a zero point that is no level; 1 and 15 are."""
+    copy = Path(shutil.copytree(written[0] / case, tmp_path / "copy"))
+    codes = load_file(copy / "model.safetensors")[f"{UP}.{key}"]
+    codes[3, 1] = value
+    change(copy, f"{UP}.{key}", codes)
+    if text is None:
+        load(registry.resolve(str(copy)), dtype="fp32")
+        return
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load(registry.resolve(str(copy)), dtype="fp32")
+    assert f"{UP}.{key}" in str(caught.value)
 
 
 def test_a_truncated_file_is_refused(folder: Path) -> None:

@@ -22,6 +22,7 @@ from oasis_eval.quant.integer_layers import (
     CODES,
     RANGE,
     SCALE,
+    ZERO_POINT,
     IntegerSession,
     IntegerState,
     become_integer_,
@@ -29,7 +30,16 @@ from oasis_eval.quant.integer_layers import (
     integer_layers,
 )
 from oasis_eval.quant.kernels import Kernel, choose
-from oasis_eval.quant.packing import Layout, StoredWeight, empty, layout_of, store, values
+from oasis_eval.quant.packing import (
+    Layout,
+    StoredWeight,
+    empty,
+    impossible_code,
+    impossible_zero_point,
+    layout_of,
+    store,
+    values,
+)
 from oasis_eval.quant.primitives import Range
 from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.targets import Selection, Target, select
@@ -164,12 +174,16 @@ class IntegerApplied:
     def filled_(self, model: nn.Module) -> str | None:
         """Find codes, scales and ranges that no quantizer makes; see `backends.Storable`."""
         for name, layer in integer_layers(model).items():
-            codes, scale = layer.stored.codes, layer.stored.scale
-            span = layer.input_range
+            stored, layout = layer.stored, layer.integer.layout
+            scale, span = stored.scale, layer.input_range
             if not bool((torch.isfinite(scale) & (scale > 0)).all()):
                 return f"{name}.{SCALE} holds a scale that is not a positive number"
-            if codes.dtype == torch.int8 and bool((codes == -128).any()):
-                return f"{name}.{CODES} holds code -128, and symmetric codes end at -127"
+            wrong = impossible_code(stored, layout)
+            if wrong is not None:
+                return f"{name}.{CODES} holds {wrong}"
+            wrong = impossible_zero_point(stored, layout)
+            if wrong is not None:
+                return f"{name}.{ZERO_POINT} holds {wrong}"
             if span is not None and not bool(torch.isfinite(span).all() and span[0] <= span[1]):
                 return f"{name}.{RANGE} holds the range {span.tolist()}"
         return None

@@ -154,6 +154,28 @@ def values(stored: StoredWeight, layout: Layout, dtype: torch.dtype) -> Tensor:
     return values_NK.mul_(_spread(stored.scale, layout)).to(dtype)
 
 
+def impossible_code(stored: StoredWeight, layout: Layout) -> str | None:
+    """Return which stored code no quantizer makes; None: all of them are possible."""
+    if not layout.symmetric:
+        return None
+    lowest = -(2 ** (layout.bits - 1))
+    if layout.bits == 4:
+        found = unpack_nibbles(stored.codes, layout.num_inputs) == lowest + SIGN_OFFSET
+    else:
+        found = stored.codes == lowest
+    if not bool(found.any()):
+        return None
+    return f"code {lowest}, and symmetric codes end at {lowest + 1}"
+
+
+def impossible_zero_point(stored: StoredWeight, layout: Layout) -> str | None:
+    """Return which stored zero point is no level of its format; None: all of them are."""
+    largest = 2**layout.bits - 1
+    if stored.zero_point is None or not bool((stored.zero_point > largest).any()):
+        return None
+    return f"a zero point of {int(stored.zero_point.max())}, and levels end at {largest}"
+
+
 def _levels(part: CodePart, layout: Layout) -> Tensor:
     """Return the stored form [N, M] of a part's codes, still one a byte."""
     codes = part.codes.flatten(1)

@@ -163,3 +163,17 @@ def test_a_code_that_does_not_fit_is_refused() -> None:
 def test_stored_weight_is_three_tensors() -> None:
     """What a file holds of a weight."""
     assert StoredWeight._fields == ("codes", "scale", "zero_point")
+
+
+@pytest.mark.parametrize("width", [4, 5])
+def test_the_half_byte_that_means_nothing_is_no_code(width: int) -> None:
+    """After an odd number of inputs the last high half is 0, which would be -8."""
+    layout = layout_of(SIGNED, 2, width)
+    levels_NK = torch.tensor([[1, 15, 8, 7, 3], [2, 1, 14, 9, 1]], dtype=torch.uint8)[:, :width]
+    good = StoredWeight(packing.pack_nibbles(levels_NK), torch.ones(2, 1), None)
+    assert packing.impossible_code(good, layout) is None
+    levels_NK[1, -1] = 0
+    assert (
+        packing.impossible_code(good._replace(codes=packing.pack_nibbles(levels_NK)), layout)
+        is not None
+    )

@@ -5,7 +5,9 @@ Our own layout, the public formats of attention residuals, and checkpoints that 
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +16,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import ContextManagers
 from transformers.utils import logging as transformers_logging
 
 from oasis_eval import checkpoint
@@ -112,28 +120,48 @@ def stored_dtype(card: ModelCard) -> Dtype:
 def cast_(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     """Cast as `from_pretrained(dtype=...)` would, and return what takes it back exactly.
 
-    Buffers that no checkpoint stores (rotary frequencies) keep their precision, and so do the
-    modules that the architecture wants in fp32.
+    Buffers that no checkpoint stores (rotary frequencies) keep their precision, and what the
+    architecture wants in a dtype of its own (routers in fp32) gets that.
     """
-    kept = {
-        *(getattr(model, "_keep_in_fp32_modules", None) or ()),
-        *(getattr(model, "_keep_in_fp32_modules_strict", None) or ()),
-    }
     stored = set(model.state_dict(keep_vars=True))
     fixed = fixed_tensors(model)
+    wanted = _wanted_dtypes(model, dtype)
+    kept = _kept_in_fp32(model, dtype)
     before: list[tuple[torch.Tensor, torch.Tensor]] = []
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
-        is_kept = bool(kept & set(name.split("."))) or id(tensor) in fixed
-        if name in stored and tensor.is_floating_point() and not is_kept:
+        if name in stored and tensor.is_floating_point() and id(tensor) not in fixed:
+            is_kept = kept is not None and kept.search(name)
             before.append((tensor, tensor.data))
-            tensor.data = tensor.data.to(dtype)
+            tensor.data = tensor.data.to(torch.float32 if is_kept else wanted.get(name, dtype))
 
     def undo() -> None:
         for tensor, data in before:
             tensor.data = data
 
     return undo
+
+
+def _wanted_dtypes(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Return the dtypes of a new model of `dtype`: some layers are made in another one."""
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    kind, config = type(model), copy.deepcopy(model.config)
+    config.dtype = dtype
+    with ContextManagers(kind.get_init_context(dtype, False, False, None)):  # without memory
+        return {name: tensor.dtype for name, tensor in kind(config).state_dict().items()}
+
+
+def _kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return what finds the names of tensors that stay in fp32 beside a model of `dtype`.
+
+    Patterns of transformers' are searched anywhere in a name, and one of its two lists is for fp16
+    alone.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return None
+    patterns = [pattern.replace("*", ".*") for pattern in model._get_dtype_plan(dtype)]
+    return re.compile("|".join(patterns)) if patterns else None
 
 
 def _as_ours(folder: Path, content: str) -> tuple[Path, tuple[str, ...]]:

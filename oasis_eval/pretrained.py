@@ -33,6 +33,7 @@ from oasis_eval.modeling.registration import register
 from oasis_eval.quant import storage
 from oasis_eval.quant.backends import Storable
 from oasis_eval.quant.integer_layers import fixed_tensors
+from oasis_eval.quant.transforms.edits import with_kept_dtype
 from oasis_eval.spec import Dtype, ModelCard
 
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -124,7 +125,7 @@ def cast_(model: nn.Module, dtype: torch.dtype) -> Callable[[], None]:
     architecture wants in a dtype of its own (routers in fp32) gets that.
     """
     stored = set(model.state_dict(keep_vars=True))
-    fixed = fixed_tensors(model)
+    fixed = fixed_tensors(model) | {id(tensor) for tensor in with_kept_dtype(model).values()}
     wanted = _wanted_dtypes(model, dtype)
     kept = _kept_in_fp32(model, dtype)
     before: list[tuple[torch.Tensor, torch.Tensor]] = []

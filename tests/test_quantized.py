@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from oasis_eval.registry import read_card
 from oasis_eval.spec import QuantScheme
 from tests import tiny
 from tests.command_line import CommandLine
+from tests.modeling.plain import build_plain
 from tests.quantized_folders import biased_llama, calibration_text, change, gpt2, oasis, qwen3
 
 HEAD_TOO = {
@@ -184,6 +186,47 @@ def test_the_file_of_four_bit_codes_is_small(written: tuple[Path, dict[str, Writ
 
 
 # --- strict reading ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "all_one"),
+    [
+        ("gemma2", "w4a4-smooth-real", False),
+        ("gemma3", "w8a8-smooth-rot-real", False),
+        ("gemma", "w4a4-rot-real", True),
+        ("gemma", "w4a4-smooth-rot-real", True),
+    ],
+)
+def test_gains_of_one_plus_weight_come_back_as_written(
+    family: str, name: str, all_one: bool, tmp_path: Path
+) -> None:
+    """In 16 bits, too: what a transform left in fp32 is fp32 in the file and in memory."""
+    model = build_plain(family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(-0.97, -0.5)  # small gains
+    text = calibration_text(tmp_path)
+    for dtype in ("bf16", "fp32"):
+        kind = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+        source = tiny.save(tmp_path / f"{dtype}-source", model=copy.deepcopy(model).to(kind))
+        plan = Plan(scheme=schemes.resolve(name), calibration=text)
+        out = tmp_path / dtype
+        assert quantize(registry.resolve(str(source)), plan, out=out).dtype == dtype
+        stored = load_file(out / "model.safetensors")
+        wide = json.loads((out / "config.json").read_text())["quantization_config"]["fp32"]
+        gains = [key for key in wide if float((stored[key].bfloat16() - stored[key]).abs().max())]
+
+        assert len(wide) >= 4
+        assert bool(gains) != all_one
+        for read_as in ("bf16", "fp32"):
+            again = load(registry.resolve(str(out)), dtype=read_as).model  # type: ignore[arg-type]
+            own = dict(again.named_parameters())
+            assert all(own[key].dtype == torch.float32 for key in wide)
+            assert all(torch.equal(own[key], stored[key]) for key in wide)
+            assert own["model.embed_tokens.weight"].dtype == (
+                torch.bfloat16 if read_as == "bf16" else torch.float32
+            )
 
 
 @pytest.fixture
@@ -408,7 +451,7 @@ def test_a_checkpoint_that_comes_back_otherwise_is_not_kept(
     ) -> None:
         write(model, applied, folder, notes=notes)
         tensors = load_file(folder / "model.safetensors")
-        tensors[CODES] ^= 0x10  # the odd inputs' codes, by one
+        tensors[CODES] = tensors[CODES].flip(0).contiguous()  # possible codes, of other rows
         save_file(tensors, folder / "model.safetensors")
 
     monkeypatch.setattr(storage, "write", careless)

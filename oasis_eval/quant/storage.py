@@ -30,6 +30,7 @@ from oasis_eval.quant.names import scheme_of
 from oasis_eval.quant.stored import StoredLayer
 from oasis_eval.quant.support import unsupported
 from oasis_eval.quant.targets import select
+from oasis_eval.quant.transforms.edits import keep_dtype_, with_kept_dtype
 from oasis_eval.quant.transforms.rotation import RotatedInput
 from oasis_eval.quant.transforms.stream import rotate_inputs_
 from oasis_eval.spec import QuantScheme
@@ -61,6 +62,8 @@ class StoredScheme(Spec):
     library: str | None = None
     """Name and version of the package that made the codes, where another one did."""
     rotated: tuple[RotatedModule, ...] = ()
+    fp32: tuple[str, ...] = ()
+    """Parameters that have no digits to lose and stay in fp32 in every dtype."""
     notes: tuple[str, ...] = ()
     """Warnings from when it was quantized; they hold for every run of it."""
 
@@ -155,6 +158,7 @@ def write(model: nn.Module, applied: Storable, folder: Path, *, notes: Sequence[
         scheme=scheme,
         library=_library_of(scheme),
         rotated=_rotated(model),
+        fp32=tuple(with_kept_dtype(model)),
         notes=tuple(notes),
     )
     content[_KEY] = settings.model_dump(mode="json")
@@ -194,6 +198,7 @@ def restore_(
     reason = unsupported(scheme) or refusal(scheme)
     if reason is not None:
         raise UnsupportedSchemeError(reason)
+    _widen_(model, stored.fp32, origin=str(folder))
     for transform in scheme.transforms:
         if transform.kind == "hadamard":
             rotate_inputs_(model, transform, select(model, scheme))
@@ -248,7 +253,7 @@ def _fill_(
             shapes = [list(item.shape) for item in (value, tensor)]
             raise CheckpointError(f"{origin}: {name} is {shapes[0]}, expected {shapes[1]}")
         is_right = value.dtype == tensor.dtype
-        if name not in own and tensor.is_floating_point():
+        if name not in own and tensor.is_floating_point() and name not in stored.fp32:
             is_right = value.is_floating_point() and value.element_size() > 1
         if not is_right:
             raise CheckpointError(
@@ -257,6 +262,19 @@ def _fill_(
             )
         with torch.no_grad():
             tensor.data = value.to(tensor.device)
+
+
+def _widen_(model: nn.Module, names: Collection[str], *, origin: str) -> None:
+    """Give parameters that stay in fp32 in every dtype that dtype for good."""
+    parameters = dict(model.named_parameters())
+    for name in names:
+        if name not in parameters:
+            raise CheckpointError(
+                f"{origin}: config.json keeps {name} in fp32, which the model does not have: "
+                "quantize the original checkpoint again"
+            )
+        parameters[name].data = parameters[name].data.float()
+        keep_dtype_(parameters[name])
 
 
 def _own(layers: Mapping[str, StoredLayer]) -> dict[str, Tensor]:

@@ -34,6 +34,20 @@ def shape_of(layer: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(layer, Conv1D) else (rows, columns)
 
 
+def keep_dtype_(parameter: Tensor) -> None:
+    """Mark a parameter that no cast of its model may narrow."""
+    parameter.keeps_dtype = True  # type: ignore[attr-defined]  # tensors take any attribute
+
+
+def with_kept_dtype(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that no cast of the model may narrow, by name."""
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, "keeps_dtype")
+    }
+
+
 class Edits:
     """Parameters replaced and hooks added so far."""
 
@@ -43,7 +57,7 @@ class Edits:
 
     def set_parameter(
         self, module: nn.Module, name: str, value: Tensor, *, dtype: torch.dtype | None = None
-    ) -> None:
+    ) -> nn.Parameter:
         """Put a new parameter in place of one.
 
         Args:
@@ -51,6 +65,9 @@ class Edits:
             name: Of the parameter in its owner.
             value: Float64; cast once.
             dtype: Of the new parameter; None: that of the old one.
+
+        Returns:
+            The new parameter.
 
         Raises:
             QuantizationError: The value does not fit into the dtype.
@@ -64,7 +81,9 @@ class Edits:
                 f"{cast_value.dtype}; use a wider dtype (fp32)"
             )
         self._originals.append((module, name, original))
-        module._parameters[name] = nn.Parameter(cast_value, requires_grad=False)
+        parameter = nn.Parameter(cast_value, requires_grad=False)
+        module._parameters[name] = parameter
+        return parameter
 
     def set_matrix(self, layer: nn.Module, matrix_NK: Tensor) -> None:
         """Give a Linear or Conv1D another weight [N, K]."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
-from oasis_eval.quant.transforms.edits import Edits, wide
+from oasis_eval.quant.transforms.edits import Edits, keep_dtype_, wide
 
 _SAME_CHANNELS = frozenset(
     {"view", "reshape", "flatten", "unflatten", "contiguous", "to", "type", "type_as", "float"}
@@ -59,7 +59,9 @@ class Norm(NamedTuple):
             bias = wide(cast(Tensor, self.module.bias))
             edits.set_parameter(self.module, "bias", bias * gain_D / self.gain_D)
         dtype = torch.promote_types(weight.dtype, torch.float32) if self.offset else None
-        edits.set_parameter(self.module, "weight", gain_D - self.offset, dtype=dtype)
+        new = edits.set_parameter(self.module, "weight", gain_D - self.offset, dtype=dtype)
+        if dtype is not None:
+            keep_dtype_(new)
 
 
 class Reader(NamedTuple):

@@ -61,7 +61,7 @@ class BitsAndBytesBackend:
             MissingExtraError: bitsandbytes is not installed.
         """
         assert not codes, "support.unsupported refuses transforms"
-        library = _library_for(scheme)
+        library = _library_for(scheme, next(model.parameters()).device)
         return replace_(
             model, scheme, library, keep_reference=keep_reference, warnings=library.warnings
         )
@@ -72,18 +72,18 @@ class BitsAndBytesBackend:
         Raises:
             MissingExtraError: bitsandbytes is not installed.
         """
-        library = _library_for(scheme)
+        library = _library_for(scheme, next(model.parameters()).device)
         return replace_empty_(model, scheme, library, dtype, warnings=library.warnings)
 
 
-def _library_for(scheme: QuantScheme) -> EightBit | FourBit:
+def _library_for(scheme: QuantScheme, device: torch.device) -> EightBit | FourBit:
     bnb = _library()
     assert scheme.weights is not None
     if scheme.weights.bits == 4:
         assert scheme.weights.group_size is not None
         kind = "nf4" if scheme.weights.type == "nf4" else "fp4"
         return FourBit(bnb, kind, scheme.weights.group_size)
-    check_product("bitsandbytes", torch.ops.bitsandbytes.int8_linear_matmul)
+    check_product("bitsandbytes", torch.ops.bitsandbytes.int8_linear_matmul, device)
     return EightBit(bnb, scheme.outlier_threshold or 0.0)
 
 

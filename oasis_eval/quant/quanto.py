@@ -61,7 +61,7 @@ class QuantoBackend:
                 raise QuantizationError(
                     f"scheme {scheme.name!r}: static activation ranges need calibration batches"
                 )
-            check_product("optimum-quanto", _product)
+            check_product("optimum-quanto", _product, next(model.parameters()).device)
         layers = QuantoLayers(quanto, scheme)
         applied = replace_(model, scheme, layers, keep_reference=keep_reference)
         if scheme.activations is not None and batches:
@@ -80,7 +80,7 @@ class QuantoBackend:
         """
         quanto = _library()
         if scheme.activations is not None:
-            check_product("optimum-quanto", _product)
+            check_product("optimum-quanto", _product, next(model.parameters()).device)
         return replace_empty_(model, scheme, QuantoLayers(quanto, scheme), dtype)
 
 
@@ -273,7 +273,7 @@ def _is_unset(layer: nn.Module) -> bool:
 
 
 def _product(first_MK: Tensor, second_NK: Tensor) -> Tensor:
-    scale = torch.ones(len(second_NK), 1)
+    scale = torch.ones(len(second_NK), 1, device=second_NK.device)
     product: Tensor = torch.ops.quanto.qbytes_mm(first_MK, second_NK, scale)
     return product
 

@@ -336,12 +336,15 @@ def cast_refused(library: str, stored: torch.dtype, asked: torch.dtype) -> Unsup
     )
 
 
-def check_product(library: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Check a library's 8-bit integer product on this device, with random and extreme codes.
+def check_product(
+    library: str, product: Callable[[Tensor, Tensor], Tensor], device: torch.device
+) -> None:
+    """Check a library's 8-bit integer product on a device, with random and extreme codes.
 
     Args:
         library: For the message.
         product: Takes int8 codes [M, K] and [N, K], returns their products [M, N].
+        device: Of the model; kernels differ from one to the next.
 
     Raises:
         QuantizationError: Sums are off by more than fp32 accumulation explains.
@@ -352,11 +355,12 @@ def check_product(library: str, product: Callable[[Tensor, Tensor], Tensor]) -> 
     first_MK[:4], second_NK[:4] = 127, 127
     first_MK[4:8], second_NK[4:8] = -128, -128
     expected_MN = first_MK.double() @ second_NK.double().T
-    error = float((product(first_MK, second_NK).double() - expected_MN).abs().max())
+    found_MN = product(first_MK.to(device), second_NK.to(device)).cpu()
+    error = float((found_MN.double() - expected_MN).abs().max())
     if error > 1e-6 * float(expected_MN.abs().max()):
         raise QuantizationError(
-            f"{library}: its 8-bit integer product is wrong on this processor (off by {error:g} "
-            "where sums are exact); use backend 'fake' or 'torch'"
+            f"{library}: its 8-bit integer product is wrong on device {str(device)!r} (off "
+            f"by {error:g} where sums are exact); use backend 'fake' or 'torch'"
         )
 
 

@@ -52,7 +52,7 @@ class TorchaoBackend:
         """
         assert not codes, "support.unsupported refuses transforms"
         library = DynamicEightBit(_library())
-        check_product("torchao", _product)
+        check_product("torchao", _product, next(model.parameters()).device)
         return replace_(model, scheme, library, keep_reference=keep_reference)
 
     def empty_(self, model: nn.Module, scheme: QuantScheme, dtype: torch.dtype) -> LibraryApplied:
@@ -62,7 +62,7 @@ class TorchaoBackend:
             MissingExtraError: torchao is not installed.
         """
         library = DynamicEightBit(_library())
-        check_product("torchao", _product)
+        check_product("torchao", _product, next(model.parameters()).device)
         return replace_empty_(model, scheme, library, dtype)
 
 
@@ -160,7 +160,7 @@ class DynamicEightBit:
 def _product(first_MK: Tensor, second_NK: Tensor) -> Tensor:
     from torchao.kernel.intmm import int_scaled_matmul
 
-    scale_M1 = torch.ones(len(first_MK), 1)
+    scale_M1 = torch.ones(len(first_MK), 1, device=first_MK.device)
     product: Tensor = int_scaled_matmul(first_MK, second_NK.contiguous().t(), scale_M1)
     return product
 

@@ -16,7 +16,8 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from oasis_eval.cells import versions
 from oasis_eval.errors import QuantizationError, SpecError, UnsupportedSchemeError
-from oasis_eval.quant.backends import quantize_
+from oasis_eval.quant import bnb, quanto, torchao
+from oasis_eval.quant.backends import backend_for, quantize_
 from oasis_eval.quant.calibrate import Batch
 from oasis_eval.quant.replacement import check_product
 from oasis_eval.quant.schemes import resolve
@@ -455,7 +456,42 @@ def test_a_wrong_product_is_refused() -> None:
         return halves.sum(-1)
 
     with pytest.raises(QuantizationError, match="somebody: its 8-bit integer product is wrong"):
-        check_product("somebody", saturating)
+        check_product("somebody", saturating, torch.device("cpu"))
+
+
+def test_a_product_is_checked_on_the_device_it_is_given() -> None:
+    """Codes are there when it is called, and what it returns may be there, too."""
+    seen: list[tuple[str, str]] = []
+
+    def product(first_MK: Tensor, second_NK: Tensor) -> Tensor:
+        seen.append((first_MK.device.type, second_NK.device.type))
+        return torch.zeros(len(first_MK), len(second_NK))
+
+    with pytest.raises(QuantizationError, match="integer product is wrong on device 'meta'"):
+        check_product("somebody", product, torch.device("meta"))
+    assert seen == [("meta", "meta")]
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_products_are_checked_on_the_models_device(
+    name: str, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the device: kernels differ from one to the next."""
+
+    class AskedError(Exception):
+        pass
+
+    def ask(library: str, product: object, device: torch.device) -> None:
+        raise AskedError(device.type)
+
+    for module in (bnb, quanto, torchao):
+        monkeypatch.setattr(module, "check_product", ask)
+    scheme = resolve(name)
+    for device in ("cpu", "meta"):
+        backend = backend_for(scheme)
+        model = build_llama().to(device)
+        with pytest.raises(AskedError, match=device):
+            backend.apply_(model, scheme, batches, codes={}, keep_reference=False)
 
 
 def product_of_bitsandbytes(first_MK: Tensor, second_NK: Tensor) -> Tensor:

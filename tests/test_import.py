@@ -491,7 +491,7 @@ def test_passkey_is_one_record_with_its_limit(write: Write) -> None:
     }
     names = ("oasis_passkey", "oasis_passkey_answer")
     value["n-shot"] = dict.fromkeys(names, 0)
-    value["n-samples"] = dict.fromkeys(names, {"original": 150, "effective": 10})
+    value["n-samples"] = {name: {"original": 150, "effective": 10} for name in names}
 
     (found,) = read_results(write(value))
 

@@ -245,6 +245,16 @@ def test_what_ships_was_trained_by_its_commands(script: ModuleType) -> None:
         assert (asked, identity.get("settings", {})) == ({}, {})
 
 
+def test_all_that_is_no_ablation_ships(script: ModuleType) -> None:
+    """One seed of each."""
+    ablations = {*script.ABLATIONS} | {
+        member for member in script.AUTHORS if len(member.seeds) == 1
+    }
+    expected = {f"mini-{item.name}" for item in script.MEMBERS if item not in ablations}
+    assert len(expected) == 20
+    assert {name for name in registry.cards() if name.startswith("mini-")} == expected
+
+
 def test_seed_1_of_all_comes_first(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def cells_of(spec: EvaluationSpec) -> list[Cell]:
     problems: list[OasisError] = []
     cards = _each(registry.resolve, spec.models, problems)
     distinct = dict.fromkeys(_each(schemes.resolve, spec.schemes, problems))
-    problems += _of_one_name(distinct)
+    problems += name_clashes(distinct)
     tasks = [task for refs in _each(task_refs, [spec], problems) for task in refs]
     _refuse(problems)
     chosen = [(scheme, unsupported(scheme)) for scheme in distinct]
@@ -104,9 +104,9 @@ def _each(
     return found
 
 
-def _of_one_name(distinct: Iterable[QuantScheme]) -> list[SpecError]:
-    """Return why schemes cannot be told apart by their names."""
-    counts = Counter(scheme.name for scheme in distinct)
+def name_clashes(schemes: Iterable[QuantScheme]) -> list[SpecError]:
+    """Return why schemes cannot be told apart by their names, one error a name."""
+    counts = Counter(scheme.name for scheme in dict.fromkeys(schemes))
     return [
         SpecError(
             f"scheme {name!r}: found {count} schemes of this name with other settings; results go "

@@ -89,13 +89,13 @@ class RouterSums:
         """
         weights_NS, ratios_NS = weights_NS.double(), ratios_NS.double()
         num_tokens, num_sources = weights_NS.shape
-        total_N = weights_NS.sum(dim=-1)
-        has_mass_N = total_N > 0
-        share_NS = weights_NS[has_mass_N] / total_N[has_mass_N, None]
+        has_mass_N, share_NS = _shares(weights_NS)
         ratios_NS = ratios_NS[has_mass_N]  # a read of nothing has no length to compare with
         entropy_N = torch.special.entr(share_NS).sum(dim=-1)
         dominant_N, dominant_raw_N = share_NS.amax(dim=-1), weights_NS.amax(dim=-1)
-        null_N = (1.0 - total_N).clamp_min(0.0) if null_N is None else null_N.double()
+        null_N = (
+            (1.0 - weights_NS.sum(dim=-1)).clamp_min(0.0) if null_N is None else null_N.double()
+        )
         smallest_N = ratios_NS.argmin(dim=-1)
         shares = {
             "entropy": entropy_N / torch.log(weights_NS.new_tensor(num_sources)),
@@ -127,10 +127,7 @@ class RouterSums:
 
     def add_psi(self, weights_NS: Tensor, psi_NS: Tensor) -> None:
         """Take in psi of the sources, where the router is coupled; after `add`."""
-        weights_NS = weights_NS.double()
-        total_N = weights_NS.sum(dim=-1)
-        has_mass_N = total_N > 0
-        share_NS = weights_NS[has_mass_N] / total_N[has_mass_N, None]
+        has_mass_N, share_NS = _shares(weights_NS.double())
         self._add_pair("psi_weight", "psi", share_NS, psi_NS.double()[has_mass_N])
 
     def result(self) -> dict[str, float]:
@@ -181,6 +178,13 @@ class RouterSums:
         if spread_x <= _MIN_SPREAD * abs(mean_x) or spread_y <= _MIN_SPREAD * abs(mean_y):
             return None
         return (xy - mean_x * mean_y) / (spread_x * spread_y)
+
+
+def _shares(weights_NS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which tokens have mass on a source, [N], and the shares of their sources, [M, S]."""
+    total_N = weights_NS.sum(dim=-1)
+    has_mass_N = total_N > 0
+    return has_mass_N, weights_NS[has_mass_N] / total_N[has_mass_N, None]
 
 
 class RoutingWatch:

@@ -291,7 +291,7 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
         max_new_tokens=spec.task.max_new_tokens if generated else None,
         chat_template=spec.task.chat_template if generated else None,
         seed=spec.seed,
-        batch_size=_batch_size(record, info),
+        batch_size=batch_size_of(record, info),
         device=spec.device,
         checkpoint_sha256=record.provenance.checkpoint_sha256 if record.provenance else None,
         metric=metric.name if metric else None,
@@ -307,7 +307,7 @@ def _observation(record: RunRecord, scheme_sha256: str, metric: Metric | None) -
     )
 
 
-def _batch_size(record: RunRecord, info: ProtocolInfo | None) -> int | None:
+def batch_size_of(record: RunRecord, info: ProtocolInfo | None) -> int | None:
     """Return the batch that ran, which is smaller than was asked for where memory ran out."""
     used = info.details.get("batch_size") if info else None
     return used if isinstance(used, int) else record.spec.batch_size

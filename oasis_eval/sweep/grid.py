@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from itertools import groupby
 from operator import itemgetter
@@ -13,16 +13,8 @@ from oasis_eval.cells import Cell
 from oasis_eval.errors import OasisError, SpecError, named
 from oasis_eval.harness.protocols import TASKS, fits, parse_protocol
 from oasis_eval.parsing import parse, read_yaml
-from oasis_eval.plan import cells_of
-from oasis_eval.spec import (
-    SEED,
-    EvaluationSpec,
-    Exclusion,
-    Inclusion,
-    QuantScheme,
-    Settings,
-    SweepSpec,
-)
+from oasis_eval.plan import cells_of, name_clashes
+from oasis_eval.spec import SEED, EvaluationSpec, Exclusion, Inclusion, Settings, SweepSpec
 
 MAX_CELLS = 100_000
 
@@ -72,7 +64,9 @@ def expand(grid: SweepSpec) -> list[Cell]:
             del found[place]
     for part in besides:
         cells = _cells(grid, part)
-        _check_names(grid, [*found.values(), *cells.values()])
+        together = [cell.spec.scheme for cell in (*found.values(), *cells.values())]
+        if clashes := name_clashes({id(scheme): scheme for scheme in together}.values()):
+            raise SpecError(f"{grid.name}: {clashes[0]}")
         found |= cells
     if not found:
         raise SpecError(f"{grid.name}: its exclusions leave no cell")
@@ -127,18 +121,6 @@ def _cells(grid: SweepSpec, part: EvaluationSpec) -> dict[Place, Cell]:
     """Return the cells of one call by their places."""
     with named(grid.name):
         return {_place(cell): cell for cell in cells_of(part)}
-
-
-def _check_names(grid: SweepSpec, cells: Iterable[Cell]) -> None:
-    """Refuse two schemes of one name: results go by names, and one would take the other's place."""
-    schemes: dict[str, QuantScheme] = {}
-    for cell in cells:
-        scheme = cell.spec.scheme
-        if schemes.setdefault(scheme.name, scheme) != scheme:
-            raise SpecError(
-                f"{grid.name}: found two schemes of the name {scheme.name!r} with other settings; "
-                "give each file its own 'name:'"
-            )
 
 
 def _size(part: EvaluationSpec) -> int:

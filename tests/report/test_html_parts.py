@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from oasis_eval.record import LayerStat, read_records
 from oasis_eval.report.compare import compare
-from oasis_eval.report.html import answers, charts, coverage, figures, layers, verdict
+from oasis_eval.report.html import answers, charts, coverage, figures, layers, runs, verdict
 from oasis_eval.report.html.effects import Line, lines
 from oasis_eval.report.html.markup import Html, element, escape, markup, visible
 from oasis_eval.report.html.routing import heat_map, short_names
@@ -495,3 +495,13 @@ def test_sizes(size: int, text: str) -> None:
 def test_absolute_paths_lose_their_folders(text: str, shown: str) -> None:
     """The last two parts stay; what is no absolute path stays whole."""
     assert shown == without_folders(text)
+
+
+def test_the_batch_is_the_one_that_ran() -> None:
+    """Memory may not have sufficed for what was asked for."""
+    asked = record("tiny", "w8a8", metrics={"token_perplexity": 9.0}, batch_size=8)
+    halved = record(
+        "tiny", "w8a8", metrics={"token_perplexity": 9.0}, batch_size=8, details={"batch_size": 2}
+    )
+
+    assert [dict(runs._settings(item))["batch size"] for item in (asked, halved)] == ["8", "2"]

@@ -13,7 +13,7 @@ from oasis_eval.report.html.markup import Html, element, island, named, visible
 from oasis_eval.report.html.selection import Selection
 from oasis_eval.report.html.sources import Anchors, links_of, without_folders
 from oasis_eval.report.numbers import MARKS, format_value, metric_style
-from oasis_eval.report.observations import Observation, shown
+from oasis_eval.report.observations import Observation, batch_size_of, protocol_info, shown
 
 NUM_FIRST = 100
 """Rows that are there without the script."""
@@ -209,7 +209,7 @@ def _settings(record: RunRecord) -> list[tuple[str, str]]:
         ("variant", card.variant),
         ("dtype", spec.scheme.dtype or spec.dtype),
         ("seed", spec.seed),
-        ("batch size", _batch_size(record)),
+        ("batch size", batch_size_of(record, protocol_info(record, spec.task.protocol))),
         ("device", spec.device),
         ("limit", spec.task.limit),
         ("new tokens at most", spec.task.max_new_tokens if _is_generated(record) else None),
@@ -227,14 +227,6 @@ def _settings(record: RunRecord) -> list[tuple[str, str]]:
         ]
     pairs.append(("record", record.key))
     return [(name, shown(value)) for name, value in pairs if value is not None]
-
-
-def _batch_size(record: RunRecord) -> int | None:
-    """Return the batch that ran, which is smaller than was asked for where memory ran out."""
-    ran = [
-        size for info in record.protocols if isinstance(size := info.details.get("batch_size"), int)
-    ]
-    return min(ran, default=record.spec.batch_size)
 
 
 def _is_generated(record: RunRecord) -> bool:

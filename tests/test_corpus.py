@@ -337,12 +337,13 @@ def test_the_held_out_books_are_chosen_by_their_content(monkeypatch: pytest.Monk
 
 def test_the_hash_sees_what_the_rows_are(tmp_path: Path) -> None:
     """The same rows as lines of WikiText and as documents are scored as other documents."""
-    rows = [{"text": line} for line in RAW.splitlines(keepends=True)]
+    rows = [{"text": text} for text in PUBLISHED]
     lines, documents = tmp_path / "w.raw", tmp_path / "w.jsonl"
     lines.write_text(RAW)
     documents.write_text("".join(json.dumps(row) + "\n" for row in rows))
     as_lines, as_documents = (corpus.load("text", data=str(path)) for path in (lines, documents))
 
+    assert as_lines.rows == as_documents.rows
     assert (as_lines.layout, as_documents.layout) == ("wikitext", "documents")
     assert len(as_lines.documents()) < len(as_documents.documents())
     assert as_lines.sha256 != as_documents.sha256
